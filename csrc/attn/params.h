@@ -1,0 +1,57 @@
+// The one description of an attention call that passes from the binding to every kernel, on either
+// device. Plain C++: no torch, no CUDA.
+#pragma once
+
+#include <cstdint>
+
+namespace attnscope {
+
+enum class DType : int { kFloat16, kBFloat16, kFloat32, kFloat64 };
+
+// Element strides of [batch, row, head, :]; the last dimension is contiguous. Packed tensors
+// ([tokens, heads, dim]) have batch == 0.
+struct Strides {
+  int64_t batch;
+  int64_t row;
+  int64_t head;
+};
+
+struct ForwardParams {
+  const void* q;  // [B, Sq, Hq, D] or [Tq, Hq, D]
+  const void* k;  // [B, Sk, Hkv, D] or [Tk, Hkv, D]
+  const void* v;  // [B, Sk, Hkv, Dv] or [Tk, Hkv, Dv]
+  void* out;      // [B, Sq, Hq, Dv] or [Tq, Hq, Dv], contiguous
+  float* lse;     // [B, Hq, Sq] or [Hq, Tq], contiguous, natural logarithm
+
+  Strides q_stride;
+  Strides k_stride;
+  Strides v_stride;
+  Strides out_stride;
+  int64_t lse_batch_stride;  // Hq * Sq; 0 when packed
+  int64_t lse_head_stride;   // Sq, or Tq when packed
+
+  // Packed batches: int32 [B + 1] on the tensors' device; both null when dense. Their contents are
+  // not trusted: kernels clamp them to [0, total].
+  const int32_t* cu_seqlens_q;
+  const int32_t* cu_seqlens_k;
+  int64_t total_q;  // B * Sq, or Tq
+  int64_t total_k;
+
+  int batch;
+  int seqlen_q;  // Sq, or max_seqlen_q when packed
+  int seqlen_k;
+  int heads_q;
+  int heads_kv;
+  int head_dim;
+  int head_dim_v;
+  DType dtype;
+
+  float scale;
+  float softcap;     // 0: none
+  int window_left;   // -1: unbounded
+  int window_right;  // -1: unbounded; causal is 0
+
+  bool packed() const { return cu_seqlens_q != nullptr; }
+};
+
+}  // namespace attnscope

@@ -1,0 +1,49 @@
+// NVTX ranges of the ops, in the one domain `attnscope`, with registered strings so that nsys can
+// gate on them. Without the NVTX headers the ranges compile to nothing.
+#pragma once
+
+#include <cstdint>
+
+#if __has_include(<nvtx3/nvtx3.hpp>)
+#include <nvtx3/nvtx3.hpp>
+#define ATTNSCOPE_NVTX 1
+#else
+#define ATTNSCOPE_NVTX 0
+#endif
+
+namespace attnscope::binding {
+
+// The Python side (attnscope.ranges) names the same strings; a test holds them together.
+enum class Range : int { kForward, kCopy };
+inline constexpr const char* kRangeNames[] = {"attnscope::forward", "attnscope::copy"};
+inline constexpr const char* kNvtxDomain = "attnscope";
+
+#if ATTNSCOPE_NVTX
+struct NvtxDomain {
+  static constexpr const char* name = kNvtxDomain;
+};
+
+// A push/pop range around an op call; the payload is a size the reader can tell calls apart by.
+class NvtxRange {
+ public:
+  explicit NvtxRange(Range range, int64_t payload = 0)
+      : scoped_(nvtx3::event_attributes{registered(range), nvtx3::payload{payload}}) {}
+
+ private:
+  static const nvtx3::registered_string_in<NvtxDomain>& registered(Range range) {
+    static const nvtx3::registered_string_in<NvtxDomain> strings[] = {
+        nvtx3::registered_string_in<NvtxDomain>{kRangeNames[0]},
+        nvtx3::registered_string_in<NvtxDomain>{kRangeNames[1]},
+    };
+    return strings[static_cast<int>(range)];
+  }
+  nvtx3::scoped_range_in<NvtxDomain> scoped_;
+};
+#else
+class NvtxRange {
+ public:
+  explicit NvtxRange(Range, int64_t = 0) {}
+};
+#endif
+
+}  // namespace attnscope::binding

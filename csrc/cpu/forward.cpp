@@ -1,0 +1,7 @@
+#include "cpu/forward.h"
+
+namespace attnscope::cpu {
+
+void forward(const ForwardParams&, const ParallelFor&) {}
+
+}  // namespace attnscope::cpu
