@@ -1,0 +1,195 @@
+"""Builds the two libraries of attnscope with ninja: plain shared libraries, loaded through torch.
+
+_C.so       schemas, introspection and the CPU kernels
+_C_cuda.so  the CUDA kernels; built where nvcc is found, loaded where torch has CUDA
+"""
+
+import fcntl
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "tools"))
+import ptxas  # noqa: E402
+
+PACKAGE = Path("python/attnscope")
+BUILD = Path("build/native")
+
+# What a kernel folder is compiled for, by its prefix: native code for each card it is tuned on, and
+# PTX where later cards can run it.
+ARCHITECTURES = {
+    "sm80": ("80,code=sm_80", "80,code=compute_80", "90,code=sm_90"),
+    "sm90": ("90a,code=sm_90a",),
+}
+ONLY_IN_C = {"library.cpp", "introspect.cpp"}  # they register what may be registered once
+STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000 -DUSE_CUDA"  # the C shim of torch 2.10
+COMMON = "-std=c++17 -O3 -Icsrc"
+HOST = f"{COMMON} -fPIC -fvisibility=hidden -Wall -Wextra"
+DEVICE = f"{COMMON} -lineinfo -Xptxas -v -Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra"
+RULES = f"""\
+builddir = {BUILD}
+rule cxx
+  command = g++ $flags -MD -MF $out.d -c $in -o $out
+  description = g++ $in
+  depfile = $out.d
+rule cuda
+  command = $nvcc $flags -MD -MF $out.d -c $in -o $out > $log 2>&1 || (cat $log; exit 1)
+  description = nvcc $in
+  depfile = $out.d
+rule link
+  command = g++ -shared $in -o $out -Wl,--no-as-needed,--exclude-libs,ALL $libs
+  description = link $out
+"""
+
+
+def find_package(name: str) -> list[Path]:
+    """Where an installed package lies, without importing it; pip's build isolation hides it."""
+    spec = importlib.util.find_spec(name)
+    if spec and spec.submodule_search_locations:
+        return [Path(p) for p in spec.submodule_search_locations]
+    probe = (
+        f"import importlib.util as u, json; s = u.find_spec({name!r});"
+        "print(json.dumps(list(s.submodule_search_locations) if s else []))"
+    )
+    result = subprocess.run([sys.executable, "-E", "-c", probe], capture_output=True, text=True)
+    return [Path(p) for p in json.loads(result.stdout or "[]")]
+
+
+def find_nvcc() -> Path | None:
+    """nvcc from CUDA_HOME, PATH, the usual place, or the compiler packages on PyPI."""
+    homes = [Path(os.environ["CUDA_HOME"])] if os.environ.get("CUDA_HOME") else []
+    on_path = shutil.which("nvcc")
+    candidates = [home / "bin/nvcc" for home in homes] + ([Path(on_path)] if on_path else [])
+    candidates.append(Path("/usr/local/cuda/bin/nvcc"))
+    candidates += [path / "cu13/bin/nvcc" for path in find_package("nvidia")]
+    return next((nvcc for nvcc in candidates if os.access(nvcc, os.X_OK)), None)
+
+
+def cuda_home(nvcc: Path) -> Path:
+    """The toolkit that this nvcc works with, as it says itself (it may be a link or a script)."""
+    dry_run = [str(nvcc), "--dryrun", "-x", "cu", "/dev/null", "-o", "/dev/null"]
+    said = subprocess.run(dry_run, capture_output=True, text=True).stderr
+    top = re.search(r"TOP=(.*)", said)
+    if top is None:
+        raise SystemExit(f"{nvcc} does not work:\n{said}")
+    return Path(top[1].strip()).resolve()
+
+
+def write_ninja(torch: Path, nvcc: Path | None) -> list[Path]:
+    """Writes build/native/build.ninja and returns the logs of ptxas that the build leaves."""
+    include = f"-isystem {torch}/include -isystem {torch}/include/torch/csrc/api/include"
+    libs = f"-L{torch}/lib -ltorch -ltorch_cpu -lc10 -lpthread"
+    home = cuda_home(nvcc) if nvcc else None
+    nvtx = f"-isystem {home}/include" if home else ""
+    lines = [RULES]
+    objects: dict[str, list[Path]] = {"_C": [], "_C_cuda": []}
+    logs = []
+
+    def compile_cpp(source: Path, flags: str) -> Path:
+        out = BUILD / source.with_suffix(".o")
+        lines.append(f"build {out}: cxx {source}\n  flags = {flags}")
+        return out
+
+    for source in sorted(Path("csrc/cpu").glob("*.cpp")):
+        objects["_C"].append(compile_cpp(source, HOST))
+    for source in sorted(Path("csrc/binding").glob("*.cpp")):
+        cuda_only = source.stem.endswith("_cuda")
+        if cuda_only and not nvcc:
+            continue
+        out = compile_cpp(source, f"{HOST} {STABLE_ABI} {include} {nvtx}")
+        if not cuda_only:
+            objects["_C"].append(out)
+        if not source.stem.endswith("_cpu") and source.name not in ONLY_IN_C:
+            objects["_C_cuda"].append(out)
+    for source in sorted(Path("csrc/kernels").glob("*/*.cu")) if nvcc else []:
+        out = BUILD / source.with_suffix(".o")
+        targets = ARCHITECTURES[source.parent.name.partition("_")[0]]
+        flags = " ".join([DEVICE, *(f"-gencode arch=compute_{target}" for target in targets)])
+        logs.append(out.with_suffix(".ptxas"))
+        lines.append(f"build {out} | {logs[-1]}: cuda {source}\n  log = {logs[-1]}")
+        lines.append(f"  nvcc = {nvcc}\n  flags = {flags}")
+        objects["_C_cuda"].append(out)
+
+    lines.append(f"build {BUILD}/_C.so: link {' '.join(map(str, objects['_C']))}\n  libs = {libs}")
+    if nvcc:
+        cudart = " ".join(f"-L{home}/{d}" for d in ("lib64", "lib", "targets/x86_64-linux/lib"))
+        lines.append(f"build {BUILD}/_C_cuda.so: link {' '.join(map(str, objects['_C_cuda']))}")
+        lines.append(f"  libs = {libs} {cudart} -lcudart_static -lrt -ldl")
+    (BUILD / "build.ninja").write_text("\n".join(lines) + "\n")
+    return logs
+
+
+def run_ninja() -> None:
+    ninja = [sys.executable, "-m", "ninja"] if importlib.util.find_spec("ninja") else ["ninja"]
+    jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
+    if subprocess.run([*ninja, "-f", str(BUILD / "build.ninja"), "-j", jobs]).returncode:
+        raise SystemExit("attnscope: the build failed; the compiler's words are above")
+
+
+class BuildLibraries(build_ext):
+    def run(self) -> None:
+        os.chdir(ROOT)
+        BUILD.mkdir(parents=True, exist_ok=True)
+        torch = next(iter(find_package("torch")), None)
+        if torch is None:
+            raise SystemExit("attnscope: no torch to build against; run: pip install 'torch>=2.10'")
+        nvcc, missing = find_nvcc(), None
+        if nvcc is None:
+            missing = "no nvcc (CUDA_HOME, PATH, /usr/local/cuda or pip install 'attnscope[nvcc]')"
+        elif not any(Path("csrc/kernels").glob("*/*.cu")):
+            nvcc, missing = None, "no CUDA kernels in csrc/kernels"
+        print(f"attnscope: CPU library only: {missing}" if missing else f"attnscope: using {nvcc}")
+        with open(BUILD / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            logs = write_ninja(torch, nvcc)
+            run_ninja()
+            kernels, warnings = ptxas.parse("\n".join(log.read_text() for log in logs))
+            if kernels:
+                print(ptxas.table(kernels))
+            ptxas.check(kernels, warnings)
+            report = {"not_built": missing, "kernels": kernels}
+            (BUILD / "kernels.json").write_text(json.dumps(report, indent=1) + "\n")
+            target = PACKAGE if self.inplace else Path(self.build_lib) / "attnscope"
+            self.copy_to(target, ["_C.so", "kernels.json", *(["_C_cuda.so"] if nvcc else [])])
+
+    def copy_to(self, target: Path, files: list[str]) -> None:
+        target.mkdir(parents=True, exist_ok=True)
+        if "_C_cuda.so" not in files:
+            (target / "_C_cuda.so").unlink(missing_ok=True)
+        for name in files:  # replaced, not overwritten: a running process may have it mapped
+            shutil.copy2(BUILD / name, target / f".{name}.new")
+            os.replace(target / f".{name}.new", target / name)
+
+    def get_outputs(self) -> list[str]:
+        return [str(p) for p in (Path(self.build_lib) / "attnscope").glob("_C*.so")]
+
+
+class CleanBuildPy(build_py):
+    def run(self) -> None:  # files deleted from the package must not live on in build/lib
+        if not self.editable_mode:
+            shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+
+
+class Py3Wheel(bdist_wheel):
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+if __name__ == "__main__":
+    setup(
+        ext_modules=[Extension("attnscope._C", [])],
+        cmdclass={"build_ext": BuildLibraries, "build_py": CleanBuildPy, "bdist_wheel": Py3Wheel},
+        setup_requires=[] if find_package("torch") else ["torch>=2.10"],
+    )
