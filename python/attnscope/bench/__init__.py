@@ -1,0 +1,1 @@
+"""Workloads, implementations, timing and results: `attnscope bench` and `attnscope check`."""

@@ -1,0 +1,290 @@
+"""What is measured: shapes, their exact work, and the suites that name sets of them."""
+
+import itertools
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SUITES = Path(__file__).parent / "suites"
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+DTYPE_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+# Work relative to one forward pass; a backward pass is five matrix products to the forward's two.
+MODES = {"forward": 1.0, "backward": 2.5, "both": 3.5}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One attention call.
+
+    Dense: q [batch, seqlen_q, heads_q, head_dim], k [batch, seqlen_k, heads_kv, head_dim],
+    v [.., head_dim_v]. Packed (`seqlens` given, one (query length, key length) a segment):
+    q [sum, heads_q, head_dim] and so on; batch is then the number of segments, seqlen_q and
+    seqlen_k the longest. `window` is (left, right) aligned to the bottom right, -1 unbounded.
+    Raises ValueError that names the field, its value and what is allowed.
+    """
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    dtype: str = "bfloat16"
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    mode: str = "forward"
+    seqlens: tuple[tuple[int, int], ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name}: {value!r} is not an integer of at least {least}")
+        if self.heads_q % self.heads_kv:
+            raise ValueError(
+                f"heads_q: {self.heads_q} is not a multiple of heads_kv ({self.heads_kv})"
+            )
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"dtype: {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+        if self.mode not in MODES:
+            raise ValueError(f"mode: {self.mode!r} is not one of {', '.join(MODES)}")
+        if not isinstance(self.causal, bool):
+            raise ValueError(f"causal: {self.causal!r} is not true or false")
+        if len(self.window) != 2 or not all(isinstance(w, int) and w >= -1 for w in self.window):
+            raise ValueError(f"window: {self.window!r} is not (left, right), each -1 or more")
+        if not 0.0 <= self.softcap < float("inf"):
+            raise ValueError(f"softcap: {self.softcap!r} is not a finite number of at least 0")
+        if self.seqlens is not None:
+            self._check_seqlens(self.seqlens)
+
+    def _check_seqlens(self, seqlens: tuple[tuple[int, int], ...]) -> None:
+        if not all(len(pair) == 2 and min(pair) >= 0 for pair in seqlens):
+            raise ValueError(f"seqlens: {seqlens!r} holds something other than (q, k) lengths")
+        longest = (max((q for q, _ in seqlens), default=0), max((k for _, k in seqlens), default=0))
+        got = (self.batch, self.seqlen_q, self.seqlen_k)
+        if got != (len(seqlens), *longest):
+            raise ValueError(
+                f"seqlens: {len(seqlens)} segments, the longest {longest}, do not agree with "
+                f"(batch, seqlen_q, seqlen_k) = {got}"
+            )
+
+    @classmethod
+    def of(cls, **options: Any) -> "Workload":
+        """Build from the short forms suites and the command line use.
+
+        `seqlen` sets both lengths, `heads` both head counts, `tokens` the batch (tokens /
+        seqlen_q), `hidden` the heads (hidden / head_dim); head_dim_v defaults to head_dim, batch
+        to 1. `seqlens` entries are a length, a (q, k) pair, or "NxL" for N segments of length L.
+        """
+        opts = dict(options)
+        if "seqlens" in opts and opts["seqlens"] is not None:
+            opts["seqlens"] = _segments(opts["seqlens"])
+            q_lens, k_lens = zip(*opts["seqlens"], strict=True) if opts["seqlens"] else ((), ())
+            opts |= {"batch": len(q_lens)}
+            opts |= {"seqlen_q": max(q_lens, default=0), "seqlen_k": max(k_lens, default=0)}
+        for short, longs in (("seqlen", ("seqlen_q", "seqlen_k")), ("heads", _HEADS)):
+            if short in opts:
+                value = opts.pop(short)
+                for name in longs:
+                    opts.setdefault(name, value)
+        if "hidden" in opts:
+            heads = _quotient(opts.pop("hidden"), opts["head_dim"], "hidden", "head_dim")
+            opts.setdefault("heads_q", heads)
+            opts.setdefault("heads_kv", heads)
+        if "tokens" in opts:
+            opts["batch"] = _quotient(opts.pop("tokens"), opts["seqlen_q"], "tokens", "seqlen")
+        opts.setdefault("batch", 1)
+        opts.setdefault("heads_kv", opts.get("heads_q"))
+        opts.setdefault("head_dim_v", opts.get("head_dim"))
+        if "window" in opts:
+            opts["window"] = tuple(opts["window"])
+        if "softcap" in opts:
+            opts["softcap"] = float(opts["softcap"])
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(opts) - known):
+            raise ValueError(
+                f"{unknown[0]}: no such field; allowed: {', '.join(sorted(known | _SHORT_FORMS))}"
+            )
+        missing = [name for name in _LEAST if opts.get(name) is None]
+        if missing:
+            raise ValueError(f"{missing[0]}: not given")
+        return cls(**opts)
+
+    @cached_property
+    def id(self) -> str:
+        """A short name, stable between runs and versions."""
+        parts = [self.mode, DTYPE_SHORT[self.dtype], f"b{self.batch}"]
+        parts += [f"q{self.seqlen_q}", f"k{self.seqlen_k}", f"h{self.heads_q}"]
+        parts += [f"kv{self.heads_kv}", f"d{self.head_dim}"]
+        if self.head_dim_v != self.head_dim:
+            parts.append(f"dv{self.head_dim_v}")
+        if self.causal:
+            parts.append("causal")
+        if self.window != (-1, -1):
+            parts.append(f"w{self.window[0]},{self.window[1]}")
+        if self.softcap:
+            parts.append(f"cap{self.softcap:g}")
+        if self.seqlens is not None:
+            parts.append(f"packed{zlib.crc32(repr(self.seqlens).encode()):08x}")
+        return "-".join(parts)
+
+    def segments(self) -> tuple[tuple[int, int], ...]:
+        """(query length, key length) of every sequence of the batch."""
+        return self.seqlens or ((self.seqlen_q, self.seqlen_k),) * self.batch
+
+    def visible_pairs(self) -> int:
+        """(query, key) pairs that the mask lets through, over the batch, for one head."""
+        left, right = self.window
+        right = 0 if self.causal else right
+        total = 0
+        for (len_q, len_k), times in Counter(self.segments()).items():
+            diagonal = np.arange(len_q, dtype=np.int64) + (len_k - len_q)
+            first = np.maximum(diagonal - (left if left >= 0 else len_k), 0)
+            last = np.minimum(diagonal + (right if right >= 0 else len_q), len_k - 1)
+            total += times * int(np.maximum(last - first + 1, 0).sum())
+        return total
+
+    def flops(self) -> float:
+        """Exact floating-point operations of the two products (five for a backward pass)."""
+        per_pair = 2 * self.heads_q * (self.head_dim + self.head_dim_v)
+        return MODES[self.mode] * per_pair * self.visible_pairs()
+
+    def flops_half_convention(self) -> float:
+        """4*B*H*Sq*Sk*D as papers count it: a causal mask halves the work, exactly."""
+        pairs = sum(len_q * len_k for len_q, len_k in self.segments())
+        per_pair = 2 * self.heads_q * (self.head_dim + self.head_dim_v)
+        return MODES[self.mode] * per_pair * pairs * (0.5 if self.causal else 1.0)
+
+    def flops_reported(self) -> tuple[float, str]:
+        """The work TFLOP/s are counted from, and the name of the rule.
+
+        "full" without a mask, "causal=half" for a causal mask over equal lengths (the convention
+        of the published figures), "visible pairs" where neither describes the mask.
+        """
+        square = all(len_q == len_k for len_q, len_k in self.segments())
+        if self.window != (-1, -1) or (self.causal and not square):
+            return self.flops(), "visible pairs"
+        return self.flops_half_convention(), "causal=half" if self.causal else "full"
+
+    def bytes(self) -> int:
+        """Least traffic of a forward pass: q, k, v in, out and lse out; K, V once per KV head."""
+        tokens_q = sum(q for q, _ in self.segments())
+        tokens_k = sum(k for _, k in self.segments())
+        width = self.head_dim + self.head_dim_v
+        elements = (tokens_q * self.heads_q + tokens_k * self.heads_kv) * width
+        return elements * DTYPE_BYTES[self.dtype] + tokens_q * self.heads_q * 4
+
+    def inputs(self, device: Any, seed: int, kind: str = "normal") -> Any:
+        """Input tensors on `device`, the same for the same seed (`numerics.make_inputs`)."""
+        from attnscope import numerics
+
+        return numerics.make_inputs(self, kind, seed, device)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; `from_dict` takes them back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Workload":
+        """Inverse of `to_dict`, also after a round trip through JSON."""
+        own = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+        own["window"] = tuple(own.get("window", (-1, -1)))
+        if own.get("seqlens") is not None:
+            own["seqlens"] = tuple((q, k) for q, k in own["seqlens"])
+        return cls(**own)
+
+
+_LEAST = {
+    "batch": 0, "seqlen_q": 0, "seqlen_k": 0,
+    "heads_q": 1, "heads_kv": 1, "head_dim": 1, "head_dim_v": 1,
+}  # fmt: skip
+_HEADS = ("heads_q", "heads_kv")
+_SHORT_FORMS = {"seqlen", "heads", "tokens", "hidden"}
+# Fields whose value is itself a list: a plain list is one value, a list of lists a choice.
+_LIST_VALUED = {"window": 1, "seqlens": 2}
+
+
+def load_suite(suite: str, device_type: str) -> list[Workload]:
+    """The workloads of a suite: a name of `suite_names()` or the path of a YAML file.
+
+    The file holds a `description` and lists of cases under `cuda`, `cpu` or `any`; a case is a
+    mapping of fields (see `Workload.of`), and lists of values are multiplied out, the field
+    written first varying slowest. Raises ValueError that names what is wrong.
+    """
+    import yaml
+
+    path = SUITES / f"{suite}.yaml" if suite in suite_names() else Path(suite)
+    if not path.is_file():
+        raise ValueError(
+            f"suite: {suite!r} is neither a suite ({', '.join(suite_names())}) nor a YAML file"
+        )
+    try:
+        content = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"suite: {path} is not YAML: {error}") from None
+    allowed = {"description", "cuda", "cpu", "any"}
+    if not isinstance(content, dict) or not set(content) <= allowed:
+        raise ValueError(f"suite: {path} holds something other than {sorted(allowed)}")
+    cases = content.get(device_type, content.get("any"))
+    if cases is None:
+        here = ", ".join(sorted(set(content) - {"description"}))
+        raise ValueError(f"suite: {suite!r} has no cases for {device_type}, only for {here}")
+    found: dict[Workload, None] = {}
+    for number, case in enumerate(cases, start=1):
+        try:
+            found |= dict.fromkeys(expand(case))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"suite: {path}, {device_type} case {number}: {error}") from None
+    return list(found)
+
+
+def suite_names() -> list[str]:
+    """Names of the suites that come with the package."""
+    return sorted(path.stem for path in SUITES.glob("*.yaml"))
+
+
+def expand(case: Mapping[str, Any]) -> list[Workload]:
+    """All workloads of a mapping whose values may be lists of choices."""
+    choices = [_choices(name, value) for name, value in case.items()]
+    return [
+        Workload.of(**dict(zip(case, values, strict=True)))
+        for values in itertools.product(*choices)
+    ]
+
+
+def _choices(name: str, value: Any) -> Sequence[Any]:
+    if not isinstance(value, list):
+        return [value]
+    depth, inner = 0, value
+    while isinstance(inner, list):
+        depth, inner = depth + 1, inner[0] if inner else None
+    return value if depth > _LIST_VALUED.get(name, 0) else [value]
+
+
+def _segments(entries: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+    segments: list[tuple[int, int]] = []
+    for entry in entries:
+        if isinstance(entry, str):
+            times, _, length = entry.partition("x")
+            segments += [(int(length), int(length))] * int(times)
+        elif isinstance(entry, int):
+            segments.append((entry, entry))
+        elif len(entry) == 2:
+            segments.append((entry[0], entry[1]))
+        else:
+            raise ValueError(f'seqlens: {entry!r} is not a length, a (q, k) pair or "NxL"')
+    return tuple(segments)
+
+
+def _quotient(value: int, by: int, name: str, by_name: str) -> int:
+    if by < 1 or value % by:
+        raise ValueError(f"{name}: {value} is not a multiple of {by_name} ({by})")
+    return value // by
