@@ -149,8 +149,12 @@ ForwardCall prepare_forward(const Tensor& q, const Tensor& k, const Tensor& v,
   p.dtype = to_dtype(q.scalar_type());
   p.scale = static_cast<float>(o.scale);
   p.softcap = static_cast<float>(o.softcap);
-  p.window_left = static_cast<int>(std::min(o.window_left, kIntMax));
-  p.window_right = o.causal ? 0 : static_cast<int>(std::min(o.window_right, kIntMax));
+  // A bound that reaches past every key is no bound.
+  const auto bound = [&](int64_t window) {
+    return static_cast<int>(window >= seqlen_q + seqlen_k ? -1 : window);
+  };
+  p.window_left = bound(o.window_left);
+  p.window_right = o.causal ? 0 : bound(o.window_right);
   return call;
 }
 

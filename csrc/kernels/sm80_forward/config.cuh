@@ -10,6 +10,7 @@ struct ForwardTile {
   int block_n;        // keys of one step
   int warps;
   int stages;         // K and V tiles in flight
+  bool q_in_registers;
   int blocks_per_sm;  // what __launch_bounds__ asks the compiler for
   const char* reason;
 
@@ -18,9 +19,9 @@ struct ForwardTile {
 };
 
 inline constexpr ForwardTile kForwardTiles[] = {
-    {64, 128, 64, 4, 2, 2, "placeholder"},
-    {128, 128, 64, 4, 2, 2, "placeholder"},
-    {256, 64, 64, 4, 1, 2, "placeholder"},
+    {64, 128, 64, 4, 2, false, 2, "placeholder"},
+    {128, 128, 64, 4, 2, false, 2, "placeholder"},
+    {256, 64, 64, 4, 1, false, 2, "placeholder"},
 };
 
 constexpr ForwardTile forward_tile(int head_dim) {

@@ -1,0 +1,44 @@
+// The order in which thread blocks take tiles of query rows.
+#pragma once
+
+namespace attnscope {
+
+struct TileOrder {
+  int m_blocks;
+  int heads;    // batch * heads_q, the query heads of a batch entry side by side
+  int section;  // heads whose tiles are taken together
+
+  long long tiles() const { return static_cast<long long>(m_blocks) * heads; }
+};
+
+// One head after the other keeps its K and V in L2. Under a causal mask the last tiles of a head
+// cost the most: taken first, across as many heads as fit in L2 together, they leave the short tiles
+// to even out the end (longest processing time first).
+inline TileOrder tile_order(int m_blocks, int batch, int heads_q, int heads_kv, long long kv_bytes_per_head,
+                            bool longest_first) {
+  constexpr long long kL2Share = 32 << 20;  // of 40 to 60 MB
+  TileOrder order{m_blocks, batch * heads_q, 1};
+  if (longest_first) {
+    const long long kv_heads = kL2Share / (kv_bytes_per_head > 0 ? kv_bytes_per_head : 1);
+    const long long heads = (kv_heads > 1 ? kv_heads : 1) * (heads_q / heads_kv);
+    order.section = static_cast<int>(heads < order.heads ? heads : order.heads);
+  }
+  return order;
+}
+
+struct Tile {
+  int m_block;
+  int head;  // in [0, batch * heads_q)
+};
+
+#ifdef __CUDACC__
+__device__ __forceinline__ Tile tile_at(const TileOrder& order, int index) {
+  const int per_section = order.section * order.m_blocks;
+  const int first = index / per_section * order.section;
+  const int width = min(order.section, order.heads - first);
+  const int rest = index - first * order.m_blocks;
+  return {order.m_blocks - 1 - rest / width, first + rest % width};
+}
+#endif
+
+}  // namespace attnscope
