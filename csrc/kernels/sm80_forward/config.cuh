@@ -10,7 +10,7 @@ struct ForwardTile {
   int block_n;        // keys of one step
   int warps;
   int stages;         // K and V tiles in flight
-  bool q_in_registers;
+  bool q_in_registers;  // Q fragments kept for the whole tile, or read again for every key block
   int blocks_per_sm;  // what __launch_bounds__ asks the compiler for
   const char* reason;
 
@@ -19,8 +19,10 @@ struct ForwardTile {
 };
 
 inline constexpr ForwardTile kForwardTiles[] = {
-    {64, 128, 64, 4, 2, false, 2, "placeholder"},
+    {64, 128, 112, 4, 2, false, 2, "placeholder"},
+    {96, 128, 64, 4, 1, false, 2, "placeholder"},
     {128, 128, 64, 4, 2, false, 2, "placeholder"},
+    {192, 64, 64, 4, 1, false, 2, "placeholder"},
     {256, 64, 64, 4, 1, false, 2, "placeholder"},
 };
 

@@ -144,9 +144,37 @@ struct FragmentAddress {
   }
 };
 
+// A warp's Q as A operands: kept in registers where they are to spare, else read from shared memory
+// for every block of keys.
 template <class Config>
-__device__ __forceinline__ void compute_scores(Accumulators<Config>& acc,
-                                               const FragmentAddress<Config, Config::kBlockM>& q,
+struct QueryFragments {
+  static constexpr int kSteps = Config::kHeadDim / 16;
+  FragmentAddress<Config, Config::kBlockM> address;
+  uint32_t kept[Config::kQInRegisters ? kSteps : 1][Config::kRowTiles][4];
+
+  __device__ __forceinline__ void keep() {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) read(kept[step], step);
+  }
+  __device__ __forceinline__ void read(uint32_t (&a)[Config::kRowTiles][4], int step) const {
+#pragma unroll
+    for (int m = 0; m < Config::kRowTiles; ++m) ptx::ldmatrix_x4(a[m], address.at(m, step));
+  }
+  __device__ __forceinline__ void get(uint32_t (&a)[Config::kRowTiles][4], int step) const {
+    if constexpr (Config::kQInRegisters) {
+#pragma unroll
+      for (int m = 0; m < Config::kRowTiles; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[m][i] = kept[step][m][i];
+      }
+    } else {
+      read(a, step);
+    }
+  }
+};
+
+template <class Config>
+__device__ __forceinline__ void compute_scores(Accumulators<Config>& acc, const QueryFragments<Config>& q,
                                                const FragmentAddress<Config, Config::kBlockN>& k) {
   constexpr int kSteps = Config::kHeadDim / 16;
   constexpr int kPairs = Config::kBlockN / 16;
@@ -161,8 +189,7 @@ __device__ __forceinline__ void compute_scores(Accumulators<Config>& acc,
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     uint32_t a[Config::kRowTiles][4];
-#pragma unroll
-    for (int m = 0; m < Config::kRowTiles; ++m) ptx::ldmatrix_x4(a[m], q.at(m, step));
+    q.get(a, step);
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) {
       uint32_t b[4];
@@ -402,8 +429,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
                                        seg_k.length, kBlockN);
 
   // Plain path: P = 2^(s * scale_log2 - max). Else the scores are final before the maximum.
-  const bool transform = p.softcap > 0.0f || !(p.scale > 0.0f);
-  const float scale_log2 = (transform ? 1.0f : p.scale) * 1.4426950408889634f;
+  const float scale = static_cast<float>(p.scale), softcap = static_cast<float>(p.softcap);
+  const bool transform = softcap > 0.0f || !(scale > 0.0f);
+  const float scale_log2 = (transform ? 1.0f : scale) * 1.4426950408889634f;
 
   const int lane = threadIdx.x % 32;
   const int warp_row = threadIdx.x / 32 * Config::kRowTiles * 16;
@@ -435,7 +463,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     load_k(range.end - 1, 0);
     load_v(range.end - 1, 0);
   }
-  const FragmentAddress<Config, kBlockM> q_address(shared_q, warp_row + lane % 16, lane / 16);
+  QueryFragments<Config> q_fragments{{shared_q, warp_row + lane % 16, lane / 16}, {}};
+  if constexpr (Config::kQInRegisters) {
+    ptx::cp_async_wait<1>();
+    __syncthreads();
+    q_fragments.keep();
+  }
   for (int block = range.end - 1, stage = 0; block >= range.begin; --block) {
     const bool last = block == range.begin;
     // K of this block (and, with one stage, V of the block before) has arrived everywhere, and
@@ -443,10 +476,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     ptx::cp_async_wait<1>();
     __syncthreads();
     if (kStages == 2 && !last) load_k(block - 1, stage ^ 1);
-    compute_scores<Config>(acc, q_address,
+    compute_scores<Config>(acc, q_fragments,
                            FragmentAddress<Config, kBlockN>(shared_k + stage * kStageBytes,
                                                             lane % 8 + lane / 16 * 8, lane / 8 % 2));
-    if (transform) transform_scores<Config>(acc, p.scale, p.softcap);
+    if (transform) transform_scores<Config>(acc, scale, softcap);
     if (block < range.full_begin || block >= range.full_end) {
       mask_scores<Config>(acc, window, first_row + warp_row, block * kBlockN, seg_k.length);
     }

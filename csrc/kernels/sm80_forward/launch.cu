@@ -36,8 +36,12 @@ cudaError_t launch_head_dim(const ForwardParams& p, cudaStream_t stream) {
   switch (forward_tile(head_dim).head_dim) {
     case 64:
       return launch<ForwardConfig<Element, 64>>(p, stream);
+    case 96:
+      return launch<ForwardConfig<Element, 96>>(p, stream);
     case 128:
       return launch<ForwardConfig<Element, 128>>(p, stream);
+    case 192:
+      return launch<ForwardConfig<Element, 192>>(p, stream);
     case 256:
       return launch<ForwardConfig<Element, 256>>(p, stream);
     default:
