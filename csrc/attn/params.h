@@ -46,8 +46,8 @@ struct ForwardParams {
   int head_dim_v;
   DType dtype;
 
-  float scale;
-  float softcap;     // 0: none
+  double scale;      // double for the fp64 kernel; the others round it
+  double softcap;    // 0: none
   int window_left;   // -1: unbounded
   int window_right;  // -1: unbounded; causal is 0
 

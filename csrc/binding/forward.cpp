@@ -147,8 +147,8 @@ ForwardCall prepare_forward(const Tensor& q, const Tensor& k, const Tensor& v,
   p.head_dim = static_cast<int>(q.size(first + 2));
   p.head_dim_v = static_cast<int>(head_dim_v);
   p.dtype = to_dtype(q.scalar_type());
-  p.scale = static_cast<float>(o.scale);
-  p.softcap = static_cast<float>(o.softcap);
+  p.scale = o.scale;
+  p.softcap = o.softcap;
   // A bound that reaches past every key is no bound.
   const auto bound = [&](int64_t window) {
     return static_cast<int>(window >= seqlen_q + seqlen_k ? -1 : window);

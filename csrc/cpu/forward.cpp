@@ -1,7 +1,116 @@
 #include "cpu/forward.h"
 
-namespace attnscope::cpu {
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <new>
+#include <vector>
 
-void forward(const ForwardParams&, const ParallelFor&) {}
+#include "cpu/block.h"
+
+namespace attnscope::cpu {
+namespace {
+
+// The widest kernel that this machine runs. ATTNSCOPE_CPU=avx2 or baseline asks for a narrower one.
+BlockKernel pick_kernel() {
+#if defined(__x86_64__)
+  const char* asked = std::getenv("ATTNSCOPE_CPU");
+  const bool baseline_only = asked && std::strcmp(asked, "baseline") == 0;
+  const bool avx2_at_most = baseline_only || (asked && std::strcmp(asked, "avx2") == 0);
+  __builtin_cpu_init();
+  if (!avx2_at_most && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    return avx512::forward_block;
+  }
+  if (!baseline_only && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    return avx2::forward_block;
+  }
+#endif
+  return baseline::forward_block;
+}
+
+int64_t clamp(int64_t x, int64_t low, int64_t high) { return std::max(low, std::min(x, high)); }
+
+// Rows of one segment, from cu_seqlens whose contents may be anything.
+struct Rows {
+  int64_t begin;
+  int64_t count;
+};
+
+Rows segment(const int32_t* cu_seqlens, int64_t b, int64_t total, int64_t max_seqlen) {
+  const int64_t begin = clamp(cu_seqlens[b], 0, total);
+  const int64_t end = clamp(cu_seqlens[b + 1], begin, total);
+  return {begin, std::min(end - begin, max_seqlen)};
+}
+
+// The query blocks of one head, longest first within a segment: under a causal mask the last rows
+// see the most keys, and the threads should not end on one of those.
+std::vector<QueryBlock> query_blocks(const ForwardParams& p) {
+  std::vector<QueryBlock> blocks;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    Rows q{0, p.seqlen_q}, k{0, p.seqlen_k};
+    if (p.packed()) {
+      q = segment(p.cu_seqlens_q, b, p.total_q, p.seqlen_q);
+      k = segment(p.cu_seqlens_k, b, p.total_k, p.seqlen_k);
+    }
+    const int64_t count = (q.count + kBlockQ - 1) / kBlockQ;
+    for (int64_t i = count - 1; i >= 0; --i) {
+      const int64_t row = i * kBlockQ;
+      const int rows = static_cast<int>(std::min<int64_t>(kBlockQ, q.count - row));
+      blocks.push_back({p.packed() ? 0 : b, 0, q.begin, k.begin, q.count, k.count, row, rows});
+    }
+  }
+  return blocks;
+}
+
+size_t element_size(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return 8;
+    case DType::kFloat32:
+      return 4;
+    default:
+      return 2;
+  }
+}
+
+struct Scratch {
+  static constexpr std::align_val_t kAlign{64};
+  explicit Scratch(size_t bytes) : data(::operator new(bytes, kAlign)) {}
+  ~Scratch() { ::operator delete(data, kAlign); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  void* data;
+};
+
+}  // namespace
+
+void forward(const ForwardParams& params, const ParallelFor& parallel_for) {
+  static const BlockKernel kernel = pick_kernel();
+  if (params.packed()) {  // rows that belong to no segment
+    const int64_t rows = params.total_q * params.heads_q;
+    std::memset(params.out, 0, rows * params.head_dim_v * element_size(params.dtype));
+    std::fill_n(params.lse, rows, -std::numeric_limits<float>::infinity());
+  }
+  const std::vector<QueryBlock> blocks = query_blocks(params);
+  const int64_t count = static_cast<int64_t>(blocks.size());
+  const size_t compute_size = params.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float);
+  const size_t scratch_bytes = compute_size * scratch_elements(params.head_dim, params.head_dim_v);
+
+  // Blocks differ in cost, so threads take the next one whenever they are free.
+  std::atomic<int64_t> next{0};
+  const int64_t items = count * params.heads_q;
+  parallel_for(items, [&](int64_t, int64_t) {
+    const Scratch scratch(scratch_bytes);
+    for (int64_t item = next++; item < items; item = next++) {
+      QueryBlock block = blocks[item % count];
+      block.head = item / count;
+      kernel(params, block, scratch.data);
+    }
+  });
+}
 
 }  // namespace attnscope::cpu

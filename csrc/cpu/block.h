@@ -1,0 +1,46 @@
+// One query block of the CPU forward: what forward.cpp hands to the kernel, and the kernel's
+// copies, one per instruction set, of which forward.cpp picks one at run time.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "attn/params.h"
+
+namespace attnscope::cpu {
+
+inline constexpr int kBlockQ = 64;  // query rows of a block
+inline constexpr int kBlockK = 64;  // keys of one step
+
+// Rows [row, row + rows) of one segment and one head. A dense batch entry is a segment.
+struct QueryBlock {
+  int64_t batch;  // multiplies the batch strides; 0 when packed
+  int64_t head;
+  int64_t q_begin;  // the segment's first row in q and out
+  int64_t k_begin;  // the segment's first row in k and v
+  int64_t seqlen_q;
+  int64_t seqlen_k;
+  int64_t row;
+  int rows;
+};
+
+// Elements, of the type computed in, that one call needs: queries, scores, accumulator, converted
+// key and value tiles, and four numbers a row.
+constexpr int64_t scratch_elements(int64_t head_dim, int64_t head_dim_v) {
+  return kBlockQ * (head_dim + kBlockK + head_dim_v + 4) + kBlockK * (head_dim + head_dim_v);
+}
+
+// `scratch` is aligned to 64 bytes.
+using BlockKernel = void (*)(const ForwardParams& params, const QueryBlock& block, void* scratch);
+
+namespace baseline {
+void forward_block(const ForwardParams& params, const QueryBlock& block, void* scratch);
+}
+namespace avx2 {
+void forward_block(const ForwardParams& params, const QueryBlock& block, void* scratch);
+}
+namespace avx512 {
+void forward_block(const ForwardParams& params, const QueryBlock& block, void* scratch);
+}
+
+}  // namespace attnscope::cpu

@@ -1,0 +1,16 @@
+// The query block kernel for AVX-512. The standard headers come above the pragma, so that whatever
+// they define inline stays usable on any machine.
+#if defined(__x86_64__)
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma")
+
+#define ATTNSCOPE_ISA avx512
+#define ATTNSCOPE_VECTOR_BYTES 64
+#define ATTNSCOPE_TILE_VECTORS 4
+#include "cpu/block_kernel.h"
+
+#endif

@@ -1,0 +1,5 @@
+// The query block kernel for any machine.
+#define ATTNSCOPE_ISA baseline
+#define ATTNSCOPE_VECTOR_BYTES 16
+#define ATTNSCOPE_TILE_VECTORS 2
+#include "cpu/block_kernel.h"

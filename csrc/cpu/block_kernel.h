@@ -1,0 +1,269 @@
+// Online-softmax attention of one query block, for every dtype. Included by block_<isa>.cpp alone.
+//
+// Queries lie in the vector lanes: scores [key][query] = K Q^T and out [dim][query] = V^T P are the
+// same product, of a matrix read element by element where the caller left it and one read by
+// vectors, and maximum, exponential and sum of the softmax need no step across lanes.
+// Scores are kept in units of log2, so that the exponential is exp2.
+#pragma once
+
+#include "attn/params.h"
+#include "cpu/block.h"
+#include "cpu/half.h"
+#include "cpu/simd.h"
+
+namespace attnscope::cpu::ATTNSCOPE_ISA {
+namespace {
+
+constexpr double kLog2E = 1.4426950408889634;
+constexpr double kLn2 = 0.6931471805599453;
+// Rows of the accumulator that stays in registers; divides every head dim.
+template <int kVectors>
+constexpr int kTileRows = kVectors == 1 ? 8 : 4;
+
+constexpr int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// A tile of K or V as the product reads it: the caller's memory, or a converted copy.
+template <class T>
+struct Tile {
+  const T* data;
+  int64_t stride;
+};
+
+template <class T, class Element>
+Tile<T> load_tile(const Element* rows, int64_t stride, int64_t count, int64_t dim, T* copy) {
+  if constexpr (sizeof(T) == sizeof(Element)) {
+    return {rows, stride};
+  } else {
+    for (int64_t i = 0; i < count; ++i) {
+      for (int64_t d = 0; d < dim; ++d) copy[i * dim + d] = to_compute(rows[i * stride + d]);
+    }
+    return {copy, dim};
+  }
+}
+
+// c[r][:] = c[r][:] * scale[:] + sum over steps of a(r, step) * b[step][:], from zero where scale
+// is null, for kRows rows and kVectors vectors of columns; a(r, step) = a[r * a_row + step *
+// a_step]. kGuarded: where b is 0, a counts as 0 too, be it infinite or NaN.
+template <class T, int kRows, int kVectors, bool kGuarded>
+inline void multiply_tile(const T* a, int64_t a_row, int64_t a_step, const T* b, int64_t steps,
+                          int64_t columns, const T* scale, T* c) {
+  Vec<T> acc[kRows][kVectors];
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVectors; ++v) {
+      const int64_t at = r * columns + v * kLanes<T>;
+      acc[r][v] = scale ? load(c + at) * load(scale + v * kLanes<T>) : Vec<T>{};
+    }
+  }
+  for (int64_t step = 0; step < steps; ++step) {
+    for (int v = 0; v < kVectors; ++v) {
+      const Vec<T> factor = load(b + step * columns + v * kLanes<T>);
+      for (int r = 0; r < kRows; ++r) {
+        const T x = a[r * a_row + step * a_step];
+        if constexpr (kGuarded) {
+          acc[r][v] += factor != 0 ? factor * x : Vec<T>{};
+        } else {
+          acc[r][v] += factor * x;
+        }
+      }
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVectors; ++v) store(c + r * columns + v * kLanes<T>, acc[r][v]);
+  }
+}
+
+template <class T, int kVectors, bool kGuarded = false>
+void multiply(const T* a, int64_t a_row, int64_t a_step, int64_t rows, const T* b, int64_t steps,
+              int64_t columns, const T* scale, T* c) {
+  for (int64_t col = 0; col < columns; col += kVectors * kLanes<T>) {
+    const T* column_scale = scale ? scale + col : nullptr;
+    int64_t r = 0;
+    for (; r + kTileRows<kVectors> <= rows; r += kTileRows<kVectors>) {
+      multiply_tile<T, kTileRows<kVectors>, kVectors, kGuarded>(
+          a + r * a_row, a_row, a_step, b + col, steps, columns, column_scale,
+          c + r * columns + col);
+    }
+    for (; r < rows; ++r) {
+      multiply_tile<T, 1, kVectors, kGuarded>(a + r * a_row, a_row, a_step, b + col, steps, columns,
+                                              column_scale, c + r * columns + col);
+    }
+  }
+}
+
+// Keys [begin, end) of query i are i + begin .. i + end - 1, cut to the segment.
+struct Visible {
+  int64_t begin;  // of row 0 of the block; kUnbounded where the window has no left edge
+  int64_t end;
+  static constexpr int64_t kUnbounded = int64_t{1} << 40;  // beyond any row, and far from overflow
+};
+
+Visible visible_keys(const ForwardParams& p, const QueryBlock& block) {
+  const int64_t diagonal = block.row + block.seqlen_k - block.seqlen_q;  // bottom-right aligned
+  return {p.window_left < 0 ? -Visible::kUnbounded : diagonal - p.window_left,
+          p.window_right < 0 ? Visible::kUnbounded : diagonal + p.window_right + 1};
+}
+
+// scores[key][query] = -infinity where the query does not see the key.
+template <class T>
+void mask(T* scores, int64_t first_key, int64_t keys, int64_t columns, const Visible& visible) {
+  for (int64_t j = 0; j < keys; ++j) {
+    // Query i sees the key where i + begin <= key < i + end.
+    const T last = static_cast<T>(max(-1, min(columns, first_key + j - visible.begin)));
+    const T first = static_cast<T>(max(-1, min(columns, first_key + j - visible.end + 1)));
+    Vec<T> query;
+    for (int i = 0; i < kLanes<T>; ++i) query[i] = static_cast<T>(i);
+    for (int64_t col = 0; col < columns; col += kLanes<T>, query += static_cast<T>(kLanes<T>)) {
+      T* at = scores + j * columns + col;
+      const auto hidden = (query < first) | (query > last);
+      store(at, hidden ? broadcast(static_cast<T>(-HUGE_VAL)) : load(at));
+    }
+  }
+}
+
+template <class T>
+void cap(T* scores, int64_t count, T size) {
+  for (int64_t i = 0; i < count; i += kLanes<T>) store(scores + i, size * tanh(load(scores + i)));
+}
+
+// The state of every query of the block, in units of log2.
+template <class T>
+struct RowState {
+  T* maximum;
+  T* sum;
+  T* rescale;  // what this step's new maximum makes of older sums
+};
+
+// scores -> probabilities relative to the running maximum.
+template <class T, int kVectors>
+void softmax(T* scores, int64_t keys, int64_t columns, const RowState<T>& state) {
+  for (int64_t col = 0; col < columns; col += kVectors * kLanes<T>) {
+    Vec<T> before[kVectors], maximum[kVectors], base[kVectors], sum[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      maximum[v] = before[v] = load(state.maximum + col + v * kLanes<T>);
+    }
+    for (int64_t j = 0; j < keys; ++j) {
+      for (int v = 0; v < kVectors; ++v) {
+        const Vec<T> s = load(scores + j * columns + col + v * kLanes<T>);
+        maximum[v] = s > maximum[v] ? s : maximum[v];
+      }
+    }
+    for (int v = 0; v < kVectors; ++v) {
+      const int64_t at = col + v * kLanes<T>;
+      // No key seen yet: any finite base does, -infinity would give NaN.
+      base[v] = maximum[v] == static_cast<T>(-HUGE_VAL) ? Vec<T>{} : maximum[v];
+      const Vec<T> rescale = exp2(before[v] - base[v]);
+      sum[v] = load(state.sum + at) * rescale;
+      store(state.rescale + at, rescale);
+      store(state.maximum + at, maximum[v]);
+    }
+    for (int64_t j = 0; j < keys; ++j) {
+      for (int v = 0; v < kVectors; ++v) {
+        T* at = scores + j * columns + col + v * kLanes<T>;
+        const Vec<T> probability = exp2(load<T>(at) - base[v]);
+        sum[v] += probability;
+        store(at, probability);
+      }
+    }
+    for (int v = 0; v < kVectors; ++v) store(state.sum + col + v * kLanes<T>, sum[v]);
+  }
+}
+
+template <class T, class Element>
+void store_rows(const ForwardParams& p, const QueryBlock& block, const T* acc, int64_t columns,
+                const RowState<T>& state) {
+  Element* out = static_cast<Element*>(p.out) + block.batch * p.out_stride.batch +
+                 block.head * p.out_stride.head;
+  float* lse = p.lse + block.batch * p.lse_batch_stride + block.head * p.lse_head_stride;
+  for (int i = 0; i < block.rows; ++i) {
+    const int64_t row = block.q_begin + block.row + i;
+    const T sum = state.sum[i];
+    const T inverse = sum == 0 ? 0 : 1 / sum;  // 0: a row without keys
+    for (int64_t d = 0; d < p.head_dim_v; ++d) {
+      from_compute(acc[d * columns + i] * inverse, out + row * p.out_stride.row + d);
+    }
+    lse[row] = static_cast<float>(static_cast<T>(kLn2) * (state.maximum[i] + std::log2(sum)));
+  }
+}
+
+template <class T, class Element, int kVectors>
+void forward_columns(const ForwardParams& p, const QueryBlock& block, int64_t columns, T* scratch) {
+  const int64_t head_dim = p.head_dim, head_dim_v = p.head_dim_v;
+  T* queries = scratch;
+  T* scores = queries + kBlockQ * head_dim;
+  T* acc = scores + kBlockQ * kBlockK;
+  T* k_copy = acc + kBlockQ * head_dim_v;
+  T* v_copy = k_copy + kBlockK * head_dim;
+  T* rows = v_copy + kBlockK * head_dim_v;
+  const RowState<T> state{rows, rows + kBlockQ, rows + 2 * kBlockQ};
+
+  const int64_t head_kv = block.head / (p.heads_q / p.heads_kv);
+  const auto* q = static_cast<const Element*>(p.q) + block.batch * p.q_stride.batch +
+                  block.head * p.q_stride.head + (block.q_begin + block.row) * p.q_stride.row;
+  const auto* k = static_cast<const Element*>(p.k) + block.batch * p.k_stride.batch +
+                  head_kv * p.k_stride.head + block.k_begin * p.k_stride.row;
+  const auto* v = static_cast<const Element*>(p.v) + block.batch * p.v_stride.batch +
+                  head_kv * p.v_stride.head + block.k_begin * p.v_stride.row;
+
+  const bool capped = p.softcap > 0;
+  const T factor = static_cast<T>(capped ? p.scale / p.softcap : p.scale * kLog2E);
+  for (int64_t i = 0; i < columns; ++i) {
+    for (int64_t d = 0; d < head_dim; ++d) {
+      queries[d * columns + i] =
+          i < block.rows ? static_cast<T>(to_compute(q[i * p.q_stride.row + d])) * factor : T{0};
+    }
+    state.maximum[i] = static_cast<T>(-HUGE_VAL);
+    state.sum[i] = 0;
+  }
+  for (int64_t i = 0; i < columns * head_dim_v; ++i) acc[i] = 0;
+
+  const Visible visible = visible_keys(p, block);
+  const int64_t last = block.rows - 1;
+  const int64_t end = min(block.seqlen_k, last + visible.end);
+  for (int64_t key = max(0, visible.begin); key < end; key += kBlockK) {
+    const int64_t keys = min(kBlockK, end - key);
+    const bool masked = key < last + visible.begin || key + keys > visible.end;
+    const Tile<T> k_tile =
+        load_tile<T>(k + key * p.k_stride.row, p.k_stride.row, keys, head_dim, k_copy);
+    const Tile<T> v_tile =
+        load_tile<T>(v + key * p.v_stride.row, p.v_stride.row, keys, head_dim_v, v_copy);
+
+    multiply<T, kVectors>(k_tile.data, k_tile.stride, 1, keys, queries, head_dim, columns, nullptr,
+                          scores);
+    if (capped) cap(scores, keys * columns, static_cast<T>(p.softcap * kLog2E));
+    if (masked) mask(scores, key, keys, columns, visible);
+    softmax<T, kVectors>(scores, keys, columns, state);
+    const auto accumulate = masked ? multiply<T, kVectors, true> : multiply<T, kVectors, false>;
+    accumulate(v_tile.data, 1, v_tile.stride, head_dim_v, scores, keys, columns, state.rescale,
+               acc);
+  }
+  store_rows<T, Element>(p, block, acc, columns, state);
+}
+
+template <class T, class Element>
+void forward_as(const ForwardParams& p, const QueryBlock& block, void* scratch) {
+  // A few queries, as in decoding, fill one vector; a whole block takes as many as registers hold.
+  if (block.rows <= kLanes<T>) {
+    forward_columns<T, Element, 1>(p, block, kLanes<T>, static_cast<T*>(scratch));
+  } else {
+    forward_columns<T, Element, ATTNSCOPE_TILE_VECTORS>(p, block, kBlockQ,
+                                                        static_cast<T*>(scratch));
+  }
+}
+
+}  // namespace
+
+void forward_block(const ForwardParams& p, const QueryBlock& block, void* scratch) {
+  switch (p.dtype) {
+    case DType::kFloat16:
+      return forward_as<float, Float16>(p, block, scratch);
+    case DType::kBFloat16:
+      return forward_as<float, BFloat16>(p, block, scratch);
+    case DType::kFloat32:
+      return forward_as<float, float>(p, block, scratch);
+    case DType::kFloat64:
+      return forward_as<double, double>(p, block, scratch);
+  }
+}
+
+}  // namespace attnscope::cpu::ATTNSCOPE_ISA
