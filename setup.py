@@ -44,7 +44,8 @@ rule cxx
   description = g++ $in
   depfile = $out.d
 rule cuda
-  command = $nvcc $flags -MD -MF $out.d -c $in -o $out > $log 2>&1 || (cat $log; exit 1)
+  command = $nvcc $flags -MD -MF $out.d -c $in -o $out > $log 2>&1 || {{ cat $log; exit 1; }}; $
+    grep -vE '^ptxas info|bytes stack frame' $log || true
   description = nvcc $in
   depfile = $out.d
 rule link

@@ -9,7 +9,7 @@ from typing import Any
 Kernel = dict[str, Any]
 
 _ENTRY = re.compile(r"ptxas info\s*: Compiling entry function ")
-_WARNING = re.compile(r"warning|\(C75\d\d\)")
+_WARNING = re.compile(r"ptxas warning|\(C75\d\d\)")  # C75xx: wgmma that ptxas serialised
 _STACK = (
     r"properties for {}\s+(\d+) bytes stack frame, "
     r"(\d+) bytes spill stores, (\d+) bytes spill loads"
@@ -35,7 +35,7 @@ def _strip_parameters(name: str) -> str:
 
 
 def parse(log: str) -> tuple[list[Kernel], list[str]]:
-    """Resource usage of each kernel for each architecture, and the warnings in the log."""
+    """Resource usage of each kernel for each architecture, and the warnings of ptxas in the log."""
     kernels: list[Kernel] = []
     for entry in _ENTRY.split(log)[1:]:
         symbol = re.match(r"'(\S+)' for '(\w+)'", entry)

@@ -22,7 +22,8 @@ DType to_dtype(ScalarType type) {
     case ScalarType::Double:
       return DType::kFloat64;
     default:
-      STD_TORCH_CHECK(false, "q: dtype not supported; allowed: float16, bfloat16, float32, float64");
+      STD_TORCH_CHECK(false,
+                      "q: dtype not supported; allowed: float16, bfloat16, float32, float64");
   }
 }
 
@@ -62,8 +63,8 @@ void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, bool packed
   const int64_t rank = packed ? 3 : 4;
   const int64_t heads = rank - 2;
   const int64_t dim = rank - 1;
-  STD_TORCH_CHECK(q.dim() == rank && k.dim() == rank && v.dim() == rank, "q, k, v: have ", q.dim(), ", ",
-                  k.dim(), ", ", v.dim(), " dimensions; allowed: ", rank);
+  STD_TORCH_CHECK(q.dim() == rank && k.dim() == rank && v.dim() == rank, "q, k, v: have ", q.dim(),
+                  ", ", k.dim(), ", ", v.dim(), " dimensions; allowed: ", rank);
   STD_TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(),
                   "q, k, v: dtypes differ");
   STD_TORCH_CHECK(k.device() == q.device() && v.device() == q.device(), "q, k, v: devices differ");
@@ -72,17 +73,21 @@ void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, bool packed
     STD_TORCH_CHECK(d >= 8 && d <= kMaxHeadDim && d % 8 == 0, "head_dim is ", d,
                     "; allowed: multiples of 8 up to ", kMaxHeadDim);
   }
-  STD_TORCH_CHECK(k.size(dim) == q.size(dim), "k: head_dim is ", k.size(dim), ", q has ", q.size(dim));
-  STD_TORCH_CHECK(v.size(heads) == k.size(heads), "v: ", v.size(heads), " heads, k has ", k.size(heads));
+  STD_TORCH_CHECK(k.size(dim) == q.size(dim), "k: head_dim is ", k.size(dim), ", q has ",
+                  q.size(dim));
+  STD_TORCH_CHECK(v.size(heads) == k.size(heads), "v: ", v.size(heads), " heads, k has ",
+                  k.size(heads));
   STD_TORCH_CHECK(k.size(heads) > 0 && q.size(heads) % k.size(heads) == 0, "q: ", q.size(heads),
                   " heads are not a multiple of k's ", k.size(heads));
   for (int64_t i = 0; i < heads; ++i) {
     STD_TORCH_CHECK(v.size(i) == k.size(i), "v: size ", v.size(i), " of dimension ", i, ", k has ",
                     k.size(i));
   }
-  STD_TORCH_CHECK(packed || k.size(0) == q.size(0), "k: batch is ", k.size(0), ", q has ", q.size(0));
+  STD_TORCH_CHECK(packed || k.size(0) == q.size(0), "k: batch is ", k.size(0), ", q has ",
+                  q.size(0));
   STD_TORCH_CHECK(o.window_left >= -1, "window_left is ", o.window_left, "; allowed: -1 or more");
-  STD_TORCH_CHECK(o.window_right >= -1, "window_right is ", o.window_right, "; allowed: -1 or more");
+  STD_TORCH_CHECK(o.window_right >= -1, "window_right is ", o.window_right,
+                  "; allowed: -1 or more");
   STD_TORCH_CHECK(o.softcap >= 0, "softcap is ", o.softcap, "; allowed: 0 (none) or more");
   STD_TORCH_CHECK(!packed || (o.max_seqlen_q >= 0 && o.max_seqlen_k >= 0),
                   "max_seqlen_q, max_seqlen_k: are ", o.max_seqlen_q, ", ", o.max_seqlen_k,
@@ -93,8 +98,7 @@ void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, bool packed
 
 ForwardCall prepare_forward(const Tensor& q, const Tensor& k, const Tensor& v,
                             const std::optional<Tensor>& cu_seqlens_q,
-                            const std::optional<Tensor>& cu_seqlens_k,
-                            const ForwardOptions& o) {
+                            const std::optional<Tensor>& cu_seqlens_k, const ForwardOptions& o) {
   STD_TORCH_CHECK(cu_seqlens_q.has_value() == cu_seqlens_k.has_value(),
                   "cu_seqlens_q, cu_seqlens_k: give both or neither");
   const bool packed = cu_seqlens_q.has_value();

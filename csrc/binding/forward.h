@@ -36,6 +36,7 @@ struct ForwardCall {
 
 ForwardCall prepare_forward(const Tensor& q, const Tensor& k, const Tensor& v,
                             const std::optional<Tensor>& cu_seqlens_q,
-                            const std::optional<Tensor>& cu_seqlens_k, const ForwardOptions& options);
+                            const std::optional<Tensor>& cu_seqlens_k,
+                            const ForwardOptions& options);
 
 }  // namespace attnscope::binding

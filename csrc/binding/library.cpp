@@ -2,8 +2,8 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(attnscope, m) {
-  // q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv] -> out [B, Sq, Hq, Dv], lse [B, Hq, Sq];
-  // packed: q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv], cu_seqlens int32 [B + 1] -> out
+  // q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv] -> out [B, Sq, Hq, Dv], lse [B, Hq,
+  // Sq]; packed: q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv], cu_seqlens int32 [B + 1] -> out
   // [Tq, Hq, Dv], lse [Hq, Tq]. A row that sees no key has out = 0 and lse = -inf. `kernel` names a
   // kernel ("sm80"); "auto" takes the best one for the device.
   m.def(

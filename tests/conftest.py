@@ -1,0 +1,28 @@
+"""Marks and settings shared by all tests."""
+
+import os
+import shutil
+
+import pytest
+import torch
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    marks = {mark.name for mark in item.iter_markers()}
+    if marks & {"gpu", "sm90", "sanitizer"} and not torch.cuda.is_available():
+        pytest.skip("no CUDA device, or this torch has no CUDA")
+    if "sm90" in marks and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip(f"needs a Hopper device, this one is {torch.cuda.get_device_name()}")
+    if "sanitizer" in marks and shutil.which("compute-sanitizer") is None:
+        pytest.skip("no compute-sanitizer on PATH")
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    torch.manual_seed(0)
