@@ -1,0 +1,330 @@
+"""The commands `bench`, `check` and `export`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from attnscope.bench import tables
+from attnscope.bench.workloads import DTYPE_SHORT, Workload, expand, load_suite, suite_names
+
+if TYPE_CHECKING:
+    import torch
+
+    from attnscope.bench.impls import Impl
+
+# The shape that the options describe where they leave something out.
+SHAPE = {
+    "cuda": {"batch": 8, "heads_q": 16, "head_dim": 128, "dtype": "bfloat16"},
+    "cpu": {"batch": 1, "heads_q": 8, "head_dim": 64, "dtype": "float32"},
+}
+_TELL = "; ".join(
+    f"on {device}: " + ", ".join(f"{key} {value}" for key, value in shape.items())
+    for device, shape in SHAPE.items()
+)
+
+Suite = Annotated[
+    str | None, typer.Option(help=f"{', '.join(suite_names())}, or a YAML file of that form.")
+]
+SeqLengths = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Instead of a suite: lengths, such as 128,256,512. What is left out is {_TELL}."
+    ),
+]
+HeadDim = Annotated[str | None, typer.Option(help="With --seq-lengths: head dims.")]
+Heads = Annotated[int | None, typer.Option(help="With --seq-lengths: query heads.")]
+KvHeads = Annotated[int | None, typer.Option(help="With --seq-lengths: key and value heads.")]
+Batch = Annotated[int | None, typer.Option(help="With --seq-lengths: batch.")]
+Dtype = Annotated[str | None, typer.Option(help="With --seq-lengths: dtypes, such as bf16,fp16.")]
+Causal = Annotated[
+    bool | None, typer.Option("--causal/--no-causal", help="With --seq-lengths; left out: both.")
+]
+Impls = Annotated[
+    str | None, typer.Option(help="Impls or aliases, such as cuda,triton,flash; see --list.")
+]
+Device = Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu; left out, a GPU if any.")]
+Seed = Annotated[int, typer.Option(help="Seed of the inputs and of the order of timing.")]
+ListThem = Annotated[bool, typer.Option("--list", help="List suites and impls, and stop.")]
+
+
+def bench_command(
+    suite: Suite = None,
+    seq_lengths: SeqLengths = None,
+    head_dim: HeadDim = None,
+    heads: Heads = None,
+    kv_heads: KvHeads = None,
+    batch: Batch = None,
+    dtype: Dtype = None,
+    causal: Causal = None,
+    impl: Impls = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="What ratios are to; left out, sdpa-flash.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Result file.")] = Path("benchmark_results.json"),
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the result file; failed rows again.")
+    ] = False,
+    l2: Annotated[
+        str | None, typer.Option(help="cold (left out, on a GPU), rotate or warm (on a CPU).")
+    ] = None,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="Time replays of a CUDA graph of each call.")
+    ] = False,
+    time_budget: Annotated[
+        float, typer.Option(help="Seconds of timing for each workload, all impls together.")
+    ] = 2.0,
+    seed: Seed = 0,
+    device: Device = None,
+    list_: ListThem = False,
+) -> None:
+    """Time impls on a suite: each is checked, proved by its kernel names, timed, checked again.
+
+    Rows are saved after every workload; --resume goes on after an interruption. A file of the same
+    name that is not resumed is kept as .bak. Exit codes: 1 the sweep could not finish, 2 bad input.
+    """
+    with bad_input("bench"):
+        where = pick_device(device)
+    if list_:
+        list_choices(where)
+        return
+    with bad_input("bench"):
+        from attnscope.bench.impls import BASELINES, resolve
+        from attnscope.bench.store import Results, environment
+        from attnscope.bench.timing import Settings, make_timer
+
+        shape = dict(head_dim=head_dim, heads=heads, kv_heads=kv_heads, batch=batch, dtype=dtype)
+        works = pick_works(suite, seq_lengths, shape, causal, where.type, default="quick")
+        (base,) = resolve([baseline or BASELINES[where.type]])
+        impls = pick_impls(impl, where.type)
+        if base not in impls:
+            impls.append(base)
+        l2 = l2 or ("cold" if where.type == "cuda" else "warm")
+        settings = Settings(l2=l2, graph=graph, budget_s=time_budget, seed=seed)
+        make_timer(where, settings)
+        results = Results.create(output, environment(where, asdict(settings)), resume)
+    lost = _sweep(works, impls, base, results, where, settings)
+    ids = {work.id for work in works}
+    tables.print_bench([row for row in results.rows if row["workload"] in ids], results.env)
+    tables.say(f"{len(results.rows)} rows in {output}")
+    if lost:
+        tables.say(f"bench: not finished: {lost}; go on with --resume", "red")
+        raise typer.Exit(1)
+
+
+def _sweep(
+    works: list[Workload],
+    impls: list[Impl],
+    base: Impl,
+    results: Any,
+    device: torch.device,
+    settings: Any,
+) -> str | None:
+    from attnscope.bench.runner import run_sweep
+
+    with _progress() as progress:
+        task = progress.add_task("", total=len(works))
+
+        def advance(work: Workload, rows: list[dict[str, Any]]) -> None:
+            done = ", ".join(f"{row['impl']} {row['status']}" for row in rows) or "was there"
+            progress.update(task, advance=1, description=work.id)
+            if not progress.console.is_terminal:
+                progress.console.print(f"{work.id}: {done}", markup=False, soft_wrap=True)
+
+        try:
+            return run_sweep(works, impls, base, results, device, settings, advance)
+        except KeyboardInterrupt:
+            progress.stop()
+            tables.say(f"bench: stopped; {results.path} is whole, go on with --resume", "red")
+            raise typer.Exit(130) from None
+
+
+def check_command(
+    suite: Suite = None,
+    seq_lengths: SeqLengths = None,
+    head_dim: HeadDim = None,
+    heads: Heads = None,
+    kv_heads: KvHeads = None,
+    batch: Batch = None,
+    dtype: Dtype = None,
+    causal: Causal = None,
+    impl: Impls = None,
+    kinds: Annotated[
+        str, typer.Option(help="Kinds of inputs, such as normal,outliers; or all.")
+    ] = "normal",
+    seed: Seed = 0,
+    device: Device = None,
+    list_: ListThem = False,
+) -> None:
+    """Compare impls with the fp64 reference, workload by workload.
+
+    A result passes when every row's error is at most twice that of plain same-dtype PyTorch, plus
+    a few ulps, and inf and nan stand where they must. Exit codes: 1 something failed or nothing
+    could be checked, 2 bad input.
+    """
+    with bad_input("check"):
+        where = pick_device(device)
+    if list_:
+        list_choices(where)
+        return
+    with bad_input("check"):
+        from attnscope.numerics import KINDS
+
+        shape = dict(head_dim=head_dim, heads=heads, kv_heads=kv_heads, batch=batch, dtype=dtype)
+        works = pick_works(suite, seq_lengths, shape, causal, where.type, default="check")
+        impls = pick_impls(impl, where.type)
+        names = list(KINDS) if kinds == "all" else split(kinds)
+        if unknown := [name for name in names if name not in KINDS]:
+            raise ValueError(f"kinds: {unknown[0]!r} is not one of {', '.join(KINDS)}, all")
+    if not _check_all(works, impls, names, seed, where):
+        raise typer.Exit(1)
+
+
+def _check_all(
+    works: list[Workload], impls: list[Impl], kinds: list[str], seed: int, device: torch.device
+) -> bool:
+    from attnscope.bench.impls import Unsupported
+    from attnscope.bench.runner import check, context_is_lost, explain
+
+    report = tables.CheckReport()
+    for work in works:
+        able = []
+        for impl in impls:
+            if reason := impl.cannot(work, device):
+                report.skipped(impl.name, work, reason)
+            else:
+                able.append(impl)
+        for kind in kinds:
+            for impl in list(able):
+                try:
+                    verdict = check(work, impl, kind, seed, device)
+                    report.judged(impl.name, work, kind, verdict)
+                except Unsupported as refusal:
+                    report.skipped(impl.name, work, str(refusal))
+                    able.remove(impl)
+                except Exception as error:
+                    report.failed(impl.name, work, kind, explain(error))
+                    if device.type == "cuda" and context_is_lost(error):
+                        tables.say("check: the CUDA context is lost, nothing more can run", "red")
+                        return report.finish(complete=False)
+    return report.finish()
+
+
+def export_command(
+    results: Annotated[Path, typer.Argument(help="Result file.")],
+    target: Annotated[Path, typer.Argument(help="File to write: .csv or .parquet.")],
+) -> None:
+    """Write the rows of a result file as a table; lists become JSON text."""
+    with bad_input("export"):
+        from attnscope.bench.store import export
+
+        export(results, target)
+
+
+@contextmanager
+def bad_input(command: str) -> Iterator[None]:
+    """Turn a ValueError into one line and exit code 2."""
+    try:
+        yield
+    except ValueError as error:
+        tables.say(f"{command}: {error}", "red")
+        raise typer.Exit(2) from None
+
+
+def pick_device(name: str | None) -> torch.device:
+    """A device that is there. Raises ValueError for any other."""
+    import torch
+
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device: {name!r} is not cuda, cuda:N or cpu") from None
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise ValueError(f"device: {name!r} is not cuda, cuda:N or cpu")
+    count, index = torch.cuda.device_count(), device.index or 0
+    if index >= count:
+        raise ValueError(f"device: {name!r} is not there; PyTorch sees {count} CUDA devices")
+    return torch.device("cuda", index)
+
+
+def pick_impls(names: str | None, device_type: str) -> list[Impl]:
+    """The impls named, or the default ones of the device."""
+    from attnscope.bench.impls import ALIASES, DEFAULTS, resolve
+
+    if names is None:
+        return resolve(DEFAULTS[device_type])
+    for name in split(names):
+        if name in ALIASES:
+            tables.say(f"{name} is {ALIASES[name]}")
+    return resolve(split(names))
+
+
+def pick_works(
+    suite: str | None,
+    seq_lengths: str | None,
+    shape: dict[str, Any],
+    causal: bool | None,
+    device_type: str,
+    default: str,
+) -> list[Workload]:
+    """Workloads of a suite, or of lengths and a shape; one or the other."""
+    given = {key: value for key, value in shape.items() if value is not None}
+    given |= {} if causal is None else {"causal": causal}
+    if seq_lengths is None:
+        if given:
+            raise ValueError(f"--{next(iter(given)).replace('_', '-')}: needs --seq-lengths")
+        return load_suite(suite or default, device_type)
+    if suite is not None:
+        raise ValueError("--suite, --seq-lengths: give one of them")
+    case: dict[str, Any] = SHAPE[device_type] | {
+        "causal": [False, True] if causal is None else causal
+    }
+    names = {"heads": "heads_q", "kv_heads": "heads_kv"}
+    case |= {names.get(key, key): value for key, value in given.items()}
+    if head_dim := given.get("head_dim"):
+        case["head_dim"] = integers(head_dim, "--head-dim")
+    if dtype := given.get("dtype"):
+        long = {short: name for name, short in DTYPE_SHORT.items()}
+        case["dtype"] = [long.get(name, name) for name in split(dtype)]
+    return expand(case | {"seqlen": integers(seq_lengths, "--seq-lengths")})
+
+
+def split(text: str) -> list[str]:
+    """The words of a list with commas."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def integers(text: str, option: str) -> list[int]:
+    """The positive integers of a list with commas."""
+    words = split(text)
+    if not words or not all(word.isdecimal() and int(word) for word in words):
+        raise ValueError(f"{option}: {text!r} is not a list of positive integers such as 128,256")
+    return [int(word) for word in words]
+
+
+def list_choices(device: torch.device) -> None:
+    """Print suites, impls with what they need, aliases."""
+    from attnscope.bench.impls import ALIASES, IMPLS
+
+    tables.say("suites: " + ", ".join(suite_names()))
+    tables.say(f"impls, on {device}:")
+    for impl in IMPLS.values():
+        why = impl.absent() if device.type in impl.ran else f"runs on {' and '.join(impl.ran)}"
+        tables.say(f"  {impl.name:15} {impl.about}" + (f" [{why}]" if why else ""))
+    tables.say("aliases: " + ", ".join(f"{short} is {name}" for short, name in ALIASES.items()))
+
+
+def _progress() -> Progress:
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    text = TextColumn("{task.description}")
+    return Progress(*columns, text, console=tables.console(stderr=True))

@@ -1,0 +1,334 @@
+"""A sweep: for every workload check, prove, time and check again each impl, and keep its row.
+
+An impl that is absent, cannot, is wrong, raises or runs out of memory is a row with the reason. The
+result file is saved after every workload, so a killed sweep loses at most one and can be resumed.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from attnscope import numerics
+from attnscope.bench.compare import LEAST_SAMPLES, bootstrap_ratio
+from attnscope.bench.devices import current_device
+from attnscope.bench.impls import Impl, Unsupported
+from attnscope.bench.nvml import Nvml
+from attnscope.bench.proof import names_of
+from attnscope.bench.store import Results
+from attnscope.bench.timing import (
+    Call,
+    Settings,
+    Timing,
+    copies_to_rotate,
+    make_timer,
+    time_interleaved,
+)
+from attnscope.bench.workloads import Workload
+from attnscope.ranges import CHECK, nvtx_range
+
+Row = dict[str, Any]
+
+
+class ContextLost(Exception):
+    """The CUDA context of this process is broken: nothing can run in it any more."""
+
+
+def run_sweep(
+    works: Sequence[Workload],
+    impls: Sequence[Impl],
+    baseline: Impl | None,
+    results: Results,
+    device: torch.device,
+    settings: Settings,
+    progress: Callable[[Workload, list[Row]], None] = lambda work, rows: None,
+) -> str | None:
+    """Fill `results` with a row for each workload and impl that has none yet.
+
+    `progress` is called after each workload with its new rows. Returns None, or why the sweep could
+    not be finished in this process; the rows that are left then say so and a resumed sweep tries
+    them again.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    sweep = _Sweep(device, settings, baseline)
+    lost: str | None = None
+    for work in works:
+        todo = [impl for impl in impls if (work.id, impl.name) not in results.finished()]
+        if not todo:
+            progress(work, [])
+            continue
+        if lost is None:
+            try:
+                with torch.no_grad():
+                    rows = sweep.run(work, todo)
+            except ContextLost as error:
+                lost = str(error)
+        if lost is not None:
+            rows = [_row(work, impl, "failed", f"not run: {lost}") for impl in todo]
+        results.add(rows)
+        progress(work, rows)
+    return lost
+
+
+@dataclass
+class _Candidate:
+    """An impl on its way through one workload; `row` is set once its fate is known."""
+
+    impl: Impl
+    row: Row | None = None
+    calls: Sequence[Call] = ()
+    kernels: list[str] | None = None
+    verdict: numerics.Verdict | None = None
+
+
+class _Sweep:
+    def __init__(self, device: torch.device, settings: Settings, baseline: Impl | None) -> None:
+        self._device = device
+        self._settings = settings
+        self._baseline = baseline
+        self._timer = make_timer(device, settings)
+        self._nvml = Nvml(device)
+
+    def run(self, work: Workload, todo: Sequence[Impl]) -> list[Row]:
+        """Rows of `todo`; the baseline is timed with them even where its own row is there."""
+        impls = list(todo)
+        if self._baseline is not None and self._baseline not in impls:
+            impls.append(self._baseline)
+        candidates = [_Candidate(impl) for impl in impls]
+        for candidate in candidates:
+            if reason := candidate.impl.cannot(work, self._device):
+                candidate.row = _row(work, candidate.impl, "skipped", reason)
+        self._each(work, candidates, self._build([]))
+        self._each(work, candidates, self._check)
+        self._each(work, candidates, self._prove)
+        timings = self._time(candidates)
+        self._each(work, candidates, self._check)
+        rows = self._rows(work, candidates, timings)
+        for candidate in candidates:
+            candidate.calls = ()
+        self._free()
+        return rows[: len(todo)]
+
+    def _each(
+        self,
+        work: Workload,
+        candidates: Sequence[_Candidate],
+        step: Callable[[Workload, _Candidate], None],
+    ) -> None:
+        """Apply a step to the candidates still in the race; an exception is that one's row."""
+        for candidate in candidates:
+            if candidate.row is not None:
+                continue
+            try:
+                step(work, candidate)
+            except Unsupported as refusal:
+                candidate.row = _row(work, candidate.impl, "skipped", str(refusal))
+            except Exception as error:
+                self._must_live(work, candidate.impl, error)
+                candidate.row = _row(work, candidate.impl, "failed", explain(error))
+            if candidate.row is not None:
+                candidate.calls = ()
+                self._free()
+
+    def _build(self, sets: list[Any]) -> Callable[[Workload, _Candidate], None]:
+        """A step that makes the calls, on sets of inputs that all candidates share."""
+
+        def build(work: Workload, candidate: _Candidate) -> None:
+            copies = copies_to_rotate(self._device, self._settings, work.bytes())
+            while len(sets) < copies:
+                sets.append(work.inputs(self._device, self._settings.seed + len(sets)))
+            candidate.calls = [candidate.impl.make(work, inputs) for inputs in sets]
+
+        return build
+
+    def _check(self, work: Workload, candidate: _Candidate) -> None:
+        """The gate: judges the very call that is timed; its inputs are those of the seed."""
+        timed = candidate.kernels is not None
+        verdict = judge(work, lambda *_: candidate.calls[0](), self._settings.seed, self._device)
+        candidate.verdict = verdict
+        if not verdict.passed:
+            reason = f"{'after it was timed: ' if timed else ''}{verdict.reason}"
+            candidate.row = _row(work, candidate.impl, "wrong", reason) | _errors(verdict)
+
+    def _prove(self, work: Workload, candidate: _Candidate) -> None:
+        candidate.kernels = names_of(candidate.calls[0], self._device)
+        if reason := candidate.impl.unproved(candidate.kernels, self._device.type):
+            candidate.row = _row(work, candidate.impl, "failed", reason)
+            candidate.row["kernels"] = candidate.kernels
+
+    def _time(self, candidates: Sequence[_Candidate]) -> dict[str, Timing]:
+        racing = {c.impl.name: c.calls for c in candidates if c.row is None}
+        before = self._nvml.read()
+        timings = time_interleaved(racing, self._timer, self._settings, self._is_fatal)
+        self._readings = {"before": before, "after": self._nvml.read()}
+        return timings
+
+    def _rows(
+        self, work: Workload, candidates: Sequence[_Candidate], timings: dict[str, Timing]
+    ) -> list[Row]:
+        for candidate in candidates:
+            timing = timings.get(candidate.impl.name)
+            if candidate.row is not None or timing is None:
+                continue
+            if timing.error is not None:
+                self._must_live(work, candidate.impl, timing.error)
+                candidate.row = _row(work, candidate.impl, "failed", explain(timing.error))
+            else:
+                candidate.row = self._timed_row(work, candidate, timing)
+        rows = [candidate.row or {} for candidate in candidates]
+        self._add_ratios(rows)
+        return rows
+
+    def _timed_row(self, work: Workload, candidate: _Candidate, timing: Timing) -> Row:
+        flops, rule = work.flops_reported()
+        p20, median, p80 = (float(p) for p in np.percentile(timing.samples_ms, (20, 50, 80)))
+        row = _row(work, candidate.impl, "ok", None)
+        row |= _errors(candidate.verdict)
+        row |= {
+            "median_ms": median,
+            "p20_ms": p20,
+            "p80_ms": p80,
+            "samples_ms": timing.samples_ms,
+            "enqueue_ms": timing.enqueue_ms,
+            "timer": self._timer.name,
+            "l2": self._settings.l2,
+            "flops": flops,
+            "flops_exact": work.flops(),
+            "flops_rule": rule,
+            "bytes": work.bytes(),
+            "tflops": flops / median * 1e-9,
+            "gbps": work.bytes() / median * 1e-6,
+            "kernels": candidate.kernels,
+            "nvml": self._readings,
+        }
+        after = self._readings["after"]
+        row |= {key: after.get(key) for key in ("sm_clock_mhz", "power_w", "temperature_c")}
+        throttles = [reading.get("throttle") for reading in self._readings.values()]
+        row["throttled"] = None if None in throttles else any(throttles)
+        return above_peak(row, *self._peak(work.dtype))
+
+    def _peak(self, dtype: str) -> tuple[float | None, str | None]:
+        """Dense peak of the card in TFLOP/s, or why it is not known."""
+        if self._device.type != "cuda":
+            return None, "no peak is known for CPUs"
+        card, reason = current_device(self._device.index or 0)
+        if card is None:
+            return None, reason
+        peak = card.peaks.get(dtype)
+        return peak, None if peak else f"no {dtype} peak is known for {card.name}"
+
+    def _add_ratios(self, rows: Sequence[Row]) -> None:
+        """Speed over the baseline's, both timed in the same rounds; only where both are right."""
+        if self._baseline is None:
+            return
+        base = next(row for row in rows if row["impl"] == self._baseline.name)
+        for row in rows:
+            row["baseline"] = self._baseline.name
+            if row["status"] == base["status"] == "ok":
+                row["ratio"] = base["median_ms"] / row["median_ms"]
+                if len(row["samples_ms"]) >= LEAST_SAMPLES:
+                    samples = (base["samples_ms"], row["samples_ms"])
+                    row["ratio_ci"] = list(bootstrap_ratio(*samples, seed=self._settings.seed))
+
+    def _is_fatal(self, error: Exception) -> bool:
+        return self._device.type == "cuda" and context_is_lost(error)
+
+    def _must_live(self, work: Workload, impl: Impl, error: Exception) -> None:
+        if self._is_fatal(error):
+            raise ContextLost(
+                f"{impl.name} on {work.id} broke the CUDA context: {explain(error)}"
+            ) from error
+
+    def _free(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def judge(
+    work: Workload,
+    forward: numerics.ForwardFn,
+    seed: int,
+    device: torch.device,
+    kind: str = "normal",
+) -> numerics.Verdict:
+    """`numerics.check_forward_fn` under the project's NVTX range and without autograd."""
+    with nvtx_range(CHECK), torch.no_grad():
+        return numerics.check_forward_fn(forward, work, kind, seed, device)
+
+
+def check(
+    work: Workload, impl: Impl, kind: str, seed: int, device: torch.device
+) -> numerics.Verdict:
+    """Judge one impl on one workload against fp64. Exceptions of the impl pass through."""
+    built: list[tuple[Any, Call]] = []
+
+    def forward(*inputs: Any) -> Any:
+        if not built or built[0][0] is not inputs[0]:
+            built[:] = [(inputs[0], impl.make(work, inputs))]
+        return built[0][1]()
+
+    return judge(work, forward, seed, device, kind)
+
+
+def context_is_lost(error: Exception) -> bool:
+    """Whether an error left the CUDA context unusable (an illegal address, say), by trying it."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    try:
+        torch.cuda.synchronize()
+        torch.zeros(1, device="cuda").item()
+    except torch.OutOfMemoryError:
+        return False
+    except RuntimeError:
+        return True
+    return False
+
+
+def explain(error: BaseException) -> str:
+    """One line: what it was, what it said, where it was raised in Python."""
+    said = (str(error).strip() or "no message").splitlines()[0]
+    kind = type(error).__name__
+    if isinstance(error, torch.OutOfMemoryError):
+        kind = "out of memory"
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno})" if frames else ""
+    return f"{kind}: {said}{where}"
+
+
+def above_peak(row: Row, peak: float | None, unknown: str | None) -> Row:
+    """Set the row's share of the peak; a row above it is wrong and loses its times."""
+    if peak is None:
+        return row
+    share = row["tflops"] / peak
+    if share <= 1.0:
+        return row | {"pct_peak": 100.0 * share}
+    reason = (
+        f"wrong: above the hardware peak: {row['tflops']:.0f} TFLOP/s in {row['median_ms']:.4g} ms,"
+        f" the card's dense {row['dtype']} peak is {peak:.0f}"
+    )
+    times = ("median_ms", "p20_ms", "p80_ms", "samples_ms", "tflops", "gbps")
+    return row | dict.fromkeys(times) | {"status": "wrong", "reason": reason}
+
+
+def _row(work: Workload, impl: Impl, status: str, reason: str | None) -> Row:
+    shape = work.to_dict()
+    return {
+        "impl": impl.name,
+        "workload": work.id,
+        **shape,
+        "varlen": work.seqlens is not None,
+        "status": status,
+        "reason": reason,
+    }
+
+
+def _errors(verdict: numerics.Verdict | None) -> Row:
+    found = asdict(verdict) if verdict else {}
+    keys = ("max_abs_err", "baseline_err", "err_ratio", "checked")
+    return {key: found.get(key) for key in keys}

@@ -1,0 +1,149 @@
+"""Result files as Markdown tables: the only way by which numbers come into the README."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attnscope.bench.compare import geometric_mean
+from attnscope.bench.series import Point, timed
+from attnscope.bench.store import read_results
+from attnscope.bench.workloads import DTYPE_SHORT, Workload
+
+Row = Mapping[str, Any]
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+FOLD_OVER = 12  # workloads; more are folded away under a table of means
+
+
+def results_table(path: Path) -> str:
+    """Markdown of a result file: where it comes from, and a line for each workload.
+
+    TFLOP/s, of a CPU run milliseconds; the best in bold, "-" where there is no time. Many workloads
+    are folded away under a table of geometric means over lengths. Raises ValueError for a file
+    that has no times.
+    """
+    content = read_results(path)
+    env, rows = content["env"], content["rows"]
+    points, left_out = timed(rows)
+    if not points:
+        raise ValueError(f"{path}: no row has a time")
+    unit, value = ("ms", _ms) if env["device"] == "cpu" else ("TFLOP/s", _tflops)
+    impls = list(dict.fromkeys(point.impl for point in points))
+    by_work: dict[Workload, dict[str, Point]] = {}
+    for point in points:
+        by_work.setdefault(point.work, {})[point.impl] = point
+
+    by_shape: dict[str, list[Workload]] = {}
+    for work in by_work:
+        by_shape.setdefault(_shape(work), []).append(work)
+    every = [
+        (f"{_shape(work)}, {_size(work)}", {i: value(p) for i, p in cells.items()})
+        for work, cells in by_work.items()
+    ]
+    means = [
+        (f"{shape} ({len(works)})", _means(impls, [by_work[w] for w in works], value))
+        for shape, works in by_shape.items()
+    ]
+    ratios = _ratios(rows, impls)
+    source = [_source(path, env, unit, left_out)]
+    if len(every) <= FOLD_OVER:
+        return "\n".join(source + _table("workload", impls, every, unit, ratios))
+    folded = [f"<details><summary>All {len(every)} workloads</summary>", ""]
+    folded += [*_table("workload", impls, every, unit), "", "</details>"]
+    head = "geometric mean over (lengths)"
+    return "\n".join([*source, *_table(head, impls, means, unit, ratios), "", *folded])
+
+
+def put_tables(document: Path, results: Sequence[Path]) -> None:
+    """Replace what stands between the two result marks of a Markdown file by the files' tables.
+
+    Raises ValueError where the file has not exactly one pair of marks.
+    """
+    try:
+        text = document.read_text()
+    except OSError as error:
+        raise ValueError(f"{document}: {error.strerror}") from None
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ValueError(f"{document}: one {BEGIN} and then one {END} are needed in it")
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    tables = "\n\n".join(results_table(path) for path in results)
+    document.write_text(f"{before}{BEGIN}\n{tables}\n{END}{after}")
+
+
+def _ms(point: Point) -> float:
+    return point.ms[1]
+
+
+def _tflops(point: Point) -> float:
+    return point.tflops[1]
+
+
+def _shape(work: Workload) -> str:
+    """What stays when the length varies."""
+    dim, heads = str(work.head_dim), str(work.heads_q)
+    if work.head_dim_v != work.head_dim:
+        dim += f"/{work.head_dim_v}"
+    if work.heads_kv != work.heads_q:
+        heads += f":{work.heads_kv}"
+    parts = [DTYPE_SHORT[work.dtype], f"D {dim}", f"{heads} heads"]
+    if work.window != (-1, -1):
+        parts.append(f"window {work.window[0]},{work.window[1]}")
+    if work.softcap:
+        parts.append(f"softcap {work.softcap:g}")
+    return ", ".join([*parts, "causal" if work.causal else "not causal"])
+
+
+def _size(work: Workload) -> str:
+    if work.seqlens is not None:
+        return f"{len(work.seqlens)} packed, {sum(q for q, _ in work.seqlens):,} tokens"
+    if work.seqlen_q == work.seqlen_k:
+        return f"{work.batch} x {work.seqlen_q:,}"
+    return f"{work.batch} x {work.seqlen_q:,} to {work.seqlen_k:,}"
+
+
+def _means(
+    impls: Sequence[str], cells: Sequence[Mapping[str, Point]], value: Callable[[Point], float]
+) -> dict[str, float]:
+    """Geometric means of the impls that have a time for each of the workloads."""
+    whole = [impl for impl in impls if all(impl in points for points in cells)]
+    return {impl: geometric_mean(value(points[impl]) for points in cells) for impl in whole}
+
+
+def _ratios(rows: Sequence[Row], impls: Sequence[str]) -> list[str]:
+    """The last line: geometric mean speed over the run's baseline, with how many workloads."""
+    baseline = next((row["baseline"] for row in rows if row.get("baseline")), None)
+    ratios = {
+        impl: [row["ratio"] for row in rows if row["impl"] == impl and row.get("ratio")]
+        for impl in impls
+    }
+    if baseline is None or not any(ratios.values()):
+        return []
+    cells = [f"{geometric_mean(r):.2f}x ({len(r)})" if r else "-" for r in ratios.values()]
+    return [f"| speed over {baseline}, geometric mean (workloads) | {' | '.join(cells)} |"]
+
+
+def _table(
+    head: str,
+    impls: Sequence[str],
+    lines: Sequence[tuple[str, Mapping[str, float]]],
+    unit: str,
+    last: Sequence[str] = (),
+) -> list[str]:
+    best_of = min if unit == "ms" else max
+    table = ["", f"| {head} | {' | '.join(impls)} |", "| :-- |" + " --: |" * len(impls)]
+    for name, values in lines:
+        best = best_of(values.values(), default=None)
+        texts = []
+        for impl in impls:
+            text = f"{values[impl]:.3g}" if impl in values else "-"
+            texts.append(f"**{text}**" if impl in values and values[impl] == best else text)
+        table.append(f"| {name} | {' | '.join(texts)} |")
+    return table + list(last)
+
+
+def _source(path: Path, env: Row, unit: str, left_out: Mapping[str, int]) -> str:
+    where = env["gpu"] or f"{env['cpu']}, {env['threads']} threads"
+    told = ", ".join(f"{count} {status}" for status, count in sorted(left_out.items()))
+    without = f"; rows without a time: {told}" if told else ""
+    return f"{unit} on {where}, torch {env['torch']}, from `{path.as_posix()}`{without}."

@@ -1,0 +1,222 @@
+"""How long a call takes: every sample kept, impls interleaved in random order, the cache stated.
+
+On a GPU a sample is a pair of CUDA events around the call on the current stream. Before it, outside
+the pair, the L2 is flushed (`cold`) and the stream is kept busy for as long as the host needs to
+enqueue the call, so that launches are not part of the time. On a CPU it is a wall clock.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from attnscope.ranges import MEASURE, WARMUP, nvtx_range
+
+Call = Callable[[], Any]
+L2_MODES = ("cold", "rotate", "warm")
+FLUSH_OVER_L2 = 2.0
+# torch.cuda._sleep counts cycles of a clock of at most this rate; too long a sleep is harmless.
+_SLEEP_HZ = 2.0e9
+_LONGEST_SLEEP_S = 5e-3
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How samples are taken.
+
+    l2: "cold" (flushed before each sample), "rotate" (copies of the inputs, used in turn, that
+    together exceed the cache) or "warm". Rounds are taken until `budget_s` seconds have passed,
+    at least `min_samples` and at most `max_samples`. `graph`: time the replay of a CUDA graph.
+    """
+
+    l2: str = "cold"
+    graph: bool = False
+    warmup: int = 3
+    min_samples: int = 10
+    max_samples: int = 50
+    budget_s: float = 2.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.l2 not in L2_MODES:
+            raise ValueError(f"l2: {self.l2!r} is not one of {', '.join(L2_MODES)}")
+        if not 1 <= self.min_samples <= self.max_samples:
+            raise ValueError(
+                f"min_samples, max_samples: {self.min_samples}, {self.max_samples}; "
+                "1 <= min_samples <= max_samples is needed"
+            )
+        if not self.budget_s >= 0:
+            raise ValueError(f"budget_s: {self.budget_s} is not a number of at least 0")
+        if self.warmup < 1:
+            raise ValueError(f"warmup: {self.warmup} is less than 1")
+
+
+@dataclass
+class Timing:
+    """Samples of one impl in ms, in the order of the rounds, or the error that ended them."""
+
+    samples_ms: list[float] = field(default_factory=list)
+    enqueue_ms: float | None = None  # host time to launch one call; None on a CPU
+    error: Exception | None = None
+
+
+class Timer(Protocol):
+    """Takes one sample."""
+
+    name: str
+
+    def warm_up(self, call: Call, times: int) -> float | None:
+        """Run the call `times` times; host time to launch it in ms, where that is not all of it."""
+
+    def measure(self, call: Call, enqueue_ms: float | None) -> float:
+        """Milliseconds of one call."""
+
+
+class WallClock:
+    """CPU: perf_counter around the call."""
+
+    name = "wall-clock"
+
+    def warm_up(self, call: Call, times: int) -> float | None:
+        for _ in range(times):
+            call()
+        return None
+
+    def measure(self, call: Call, enqueue_ms: float | None) -> float:
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e3
+
+
+class CudaEvents:
+    """GPU: CUDA events on the current stream of `device`."""
+
+    name = "cuda-events"
+
+    def __init__(self, device: torch.device, flush_bytes: int) -> None:
+        self._device = device
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True)
+        self._buffer = torch.empty(flush_bytes // 4, dtype=torch.int32, device=device)
+
+    def warm_up(self, call: Call, times: int) -> float | None:
+        enqueue = []
+        for _ in range(times):
+            start = time.perf_counter()
+            call()
+            enqueue.append(time.perf_counter() - start)
+            torch.cuda.synchronize(self._device)
+        return min(enqueue) * 1e3
+
+    def measure(self, call: Call, enqueue_ms: float | None) -> float:
+        if self._buffer.numel():
+            self._buffer.zero_()
+            self._buffer.sum()  # the write leaves dirty lines, whose eviction the call would pay
+        busy_s = min(1.5e-3 * (enqueue_ms or 0.0) + 20e-6, _LONGEST_SLEEP_S)
+        torch.cuda._sleep(int(busy_s * _SLEEP_HZ))
+        with nvtx_range(MEASURE):
+            self._start.record()
+            call()
+            self._end.record()
+        self._end.synchronize()
+        return float(self._start.elapsed_time(self._end))
+
+
+class CudaGraph:
+    """GPU: as CudaEvents, but of the replay of a graph that holds one call."""
+
+    name = "cuda-graph"
+
+    def __init__(self, device: torch.device, flush_bytes: int) -> None:
+        self._events = CudaEvents(device, flush_bytes)
+        self._graphs: dict[Call, torch.cuda.CUDAGraph] = {}
+
+    def warm_up(self, call: Call, times: int) -> float | None:
+        self._events.warm_up(call, times)
+        return self._events.warm_up(self._captured(call).replay, times)
+
+    def measure(self, call: Call, enqueue_ms: float | None) -> float:
+        return self._events.measure(self._captured(call).replay, enqueue_ms)
+
+    def _captured(self, call: Call) -> torch.cuda.CUDAGraph:
+        if call not in self._graphs:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                call()
+            self._graphs[call] = graph
+        return self._graphs[call]
+
+
+def make_timer(device: torch.device, settings: Settings) -> Timer:
+    """The timer for a device. Raises ValueError where the settings ask for what it cannot do."""
+    if device.type == "cpu":
+        if settings.graph:
+            raise ValueError("graph: a CPU run has no CUDA graphs")
+        if settings.l2 != "warm":
+            raise ValueError(f"l2: {settings.l2!r} needs a GPU; a CPU run is always warm")
+        return WallClock()
+    flush = 0
+    if settings.l2 == "cold":
+        flush = int(FLUSH_OVER_L2 * torch.cuda.get_device_properties(device).L2_cache_size)
+    return (CudaGraph if settings.graph else CudaEvents)(device, flush)
+
+
+def copies_to_rotate(device: torch.device, settings: Settings, bytes_each: int) -> int:
+    """How many sets of inputs to use in turn so that the cache does not hold the next one."""
+    if settings.l2 != "rotate":
+        return 1
+    l2 = torch.cuda.get_device_properties(device).L2_cache_size
+    return 1 + -(-int(FLUSH_OVER_L2 * l2) // max(bytes_each, 1))
+
+
+def time_interleaved(
+    calls: Mapping[str, Sequence[Call]],
+    timer: Timer,
+    settings: Settings,
+    is_fatal: Callable[[Exception], bool] = lambda error: False,
+) -> dict[str, Timing]:
+    """Time each name's calls (one, or several to rotate), all names in turn in random order.
+
+    A call that raises ends its own samples and nobody else's; `is_fatal` says after which error
+    nothing can run any more: all that are left then get it too.
+    """
+    rng = random.Random(settings.seed)
+    timings = {name: Timing() for name in calls}
+    active = list(calls)
+
+    def guarded(step: Callable[..., None], name: str, *arguments: int) -> None:
+        try:
+            step(name, *arguments)
+        except Exception as error:
+            ended = list(active) if is_fatal(error) else [name]
+            for other in ended:
+                timings[other].error = error
+                active.remove(other)
+
+    def warm_up(name: str) -> None:
+        for call in calls[name]:
+            timings[name].enqueue_ms = timer.warm_up(call, settings.warmup)
+
+    def sample(name: str, turn: int) -> None:
+        call = calls[name][turn % len(calls[name])]
+        timings[name].samples_ms.append(timer.measure(call, timings[name].enqueue_ms))
+
+    with nvtx_range(WARMUP):
+        for name in calls:
+            if name in active:
+                guarded(warm_up, name)
+    start = time.perf_counter()
+    for turn in range(settings.max_samples):
+        if turn >= settings.min_samples and time.perf_counter() - start >= settings.budget_s:
+            break
+        order = list(active)
+        rng.shuffle(order)
+        for name in order:
+            if name in active:
+                guarded(sample, name, turn)
+    return timings

@@ -1,0 +1,40 @@
+"""The console script: each command lives in the module it serves, and only that one is imported."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import typer
+
+# Command -> where it is, what it does.
+COMMANDS = {
+    "bench": ("attnscope.bench.command:bench_command", "Time impls, gated by correctness."),
+    "check": ("attnscope.bench.command:check_command", "Compare impls with fp64."),
+    "compare": ("attnscope.bench.compare:compare_command", "Compare two result files."),
+    "plot": ("attnscope.bench.plots:plot_command", "Draw the figures of a result file."),
+    "export": ("attnscope.bench.command:export_command", "Write a result file as CSV or parquet."),
+    "kernels": ("attnscope.kernels:kernels_command", "Show what every CUDA kernel uses."),
+    "env": ("attnscope.env:env_command", "Show what is installed, what runs, what is missing."),
+}
+
+
+def build(wanted: str | None) -> typer.Typer:
+    """The app with the command `wanted` loaded; the others are there for the help text alone."""
+    app = typer.Typer(
+        add_completion=False, no_args_is_help=True, help="Attention kernels and their instruments."
+    )
+    for name, (target, summary) in COMMANDS.items():
+        if name == wanted:
+            module, function = target.split(":")
+            app.command(name)(getattr(importlib.import_module(module), function))
+        else:
+            app.command(name, help=summary)(lambda: None)
+    app.callback()(lambda: None)
+    return app
+
+
+def main() -> None:
+    """Entry point of `attnscope` and `python -m attnscope`."""
+    wanted = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
+    build(wanted)(prog_name="attnscope")
