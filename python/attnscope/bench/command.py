@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from attnscope.bench import tables
+from attnscope.bench import show
 from attnscope.bench.workloads import DTYPE_SHORT, Workload, expand, load_suite, suite_names
 
 if TYPE_CHECKING:
@@ -111,10 +111,10 @@ def bench_command(
         results = Results.create(output, environment(where, asdict(settings)), resume)
     lost = _sweep(works, impls, base, results, where, settings)
     ids = {work.id for work in works}
-    tables.print_bench([row for row in results.rows if row["workload"] in ids], results.env)
-    tables.say(f"{len(results.rows)} rows in {output}")
+    show.print_bench([row for row in results.rows if row["workload"] in ids], results.env)
+    show.say(f"{len(results.rows)} rows in {output}")
     if lost:
-        tables.say(f"bench: not finished: {lost}; go on with --resume", "red")
+        show.say(f"bench: not finished: {lost}; go on with --resume", "red")
         raise typer.Exit(1)
 
 
@@ -141,7 +141,7 @@ def _sweep(
             return run_sweep(works, impls, base, results, device, settings, advance)
         except KeyboardInterrupt:
             progress.stop()
-            tables.say(f"bench: stopped; {results.path} is whole, go on with --resume", "red")
+            show.say(f"bench: stopped; {results.path} is whole, go on with --resume", "red")
             raise typer.Exit(130) from None
 
 
@@ -192,12 +192,12 @@ def _check_all(
     from attnscope.bench.impls import Unsupported
     from attnscope.bench.runner import check, context_is_lost, explain
 
-    report = tables.CheckReport()
+    report = show.CheckReport()
     for work in works:
         able = []
         for impl in impls:
             if reason := impl.cannot(work, device):
-                report.skipped(impl.name, work, reason)
+                report.skipped(impl.name, reason)
             else:
                 able.append(impl)
         for kind in kinds:
@@ -206,12 +206,12 @@ def _check_all(
                     verdict = check(work, impl, kind, seed, device)
                     report.judged(impl.name, work, kind, verdict)
                 except Unsupported as refusal:
-                    report.skipped(impl.name, work, str(refusal))
+                    report.skipped(impl.name, str(refusal))
                     able.remove(impl)
                 except Exception as error:
                     report.failed(impl.name, work, kind, explain(error))
                     if device.type == "cuda" and context_is_lost(error):
-                        tables.say("check: the CUDA context is lost, nothing more can run", "red")
+                        show.say("check: the CUDA context is lost, nothing more can run", "red")
                         return report.finish(complete=False)
     return report.finish()
 
@@ -233,7 +233,7 @@ def bad_input(command: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        tables.say(f"{command}: {error}", "red")
+        show.say(f"{command}: {error}", "red")
         raise typer.Exit(2) from None
 
 
@@ -265,7 +265,7 @@ def pick_impls(names: str | None, device_type: str) -> list[Impl]:
         return resolve(DEFAULTS[device_type])
     for name in split(names):
         if name in ALIASES:
-            tables.say(f"{name} is {ALIASES[name]}")
+            show.say(f"{name} is {ALIASES[name]}")
     return resolve(split(names))
 
 
@@ -316,15 +316,15 @@ def list_choices(device: torch.device) -> None:
     """Print suites, impls with what they need, aliases."""
     from attnscope.bench.impls import ALIASES, IMPLS
 
-    tables.say("suites: " + ", ".join(suite_names()))
-    tables.say(f"impls, on {device}:")
+    show.say("suites: " + ", ".join(suite_names()))
+    show.say(f"impls, on {device}:")
     for impl in IMPLS.values():
         why = impl.absent() if device.type in impl.ran else f"runs on {' and '.join(impl.ran)}"
-        tables.say(f"  {impl.name:15} {impl.about}" + (f" [{why}]" if why else ""))
-    tables.say("aliases: " + ", ".join(f"{short} is {name}" for short, name in ALIASES.items()))
+        show.say(f"  {impl.name:15} {impl.about}" + (f" [{why}]" if why else ""))
+    show.say("aliases: " + ", ".join(f"{short} is {name}" for short, name in ALIASES.items()))
 
 
 def _progress() -> Progress:
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     text = TextColumn("{task.description}")
-    return Progress(*columns, text, console=tables.console(stderr=True))
+    return Progress(*columns, text, console=show.console(stderr=True))

@@ -1,0 +1,212 @@
+"""What the commands `bench` and `check` print."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from attnscope.bench.compare import geometric_mean
+from attnscope.bench.workloads import DTYPE_SHORT, Workload
+
+if TYPE_CHECKING:
+    from attnscope.numerics import Verdict
+
+Row = Mapping[str, Any]
+_TAGS = {"wrong": "[red]wrong[/]", "failed": "[red]failed[/]", "skipped": "[dim]-[/]"}
+
+
+def console(stderr: bool = False) -> Console:
+    """A console; wide where the output is a file or a pipe."""
+    found = Console(stderr=stderr)
+    if not found.is_terminal:
+        found.width = 180
+    return found
+
+
+def say(line: str, style: str | None = None, stderr: bool = False) -> None:
+    """One line, as it is."""
+    out = console(stderr)
+    out.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_bench(rows: Sequence[Row], env: Row) -> None:
+    """TFLOP/s by workload and impl, ratios to the baseline, and the reasons of what has no time."""
+    if not rows:
+        return
+    works = {row["workload"]: Workload.from_dict(row) for row in rows}
+    impls = list(dict.fromkeys(row["impl"] for row in rows))
+    cells = {(row["workload"], row["impl"]): row for row in rows}
+    scale, unit = (1.0, "TFLOP/s") if env["device"] == "cuda" else (1e3, "GFLOP/s")
+    common, columns = _labels(list(works.values()))
+    table = Table(box=box.SIMPLE_HEAD, title_justify="left")
+    table.title = f"{unit}: {common}" if common else unit
+    for name in [*columns, *impls]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for at, work_id in enumerate(works):
+        line = [cells.get((work_id, impl)) for impl in impls]
+        best = max((row["tflops"] or 0.0 for row in line if row), default=0.0)
+        shown = [_cell(row, scale, best) for row in line]
+        table.add_row(*(column[at] for column in columns.values()), *shown)
+    console().print(table)
+    _print_conditions(rows, env)
+    _print_ratios(rows, impls)
+    _print_reasons(rows)
+
+
+def _labels(works: Sequence[Workload]) -> tuple[str, dict[str, list[str]]]:
+    """What all workloads share, as a sentence, and columns of what they differ in."""
+    columns = {name: [of(work) for work in works] for name, of in _LABELS.items()}
+    shared = {name: found[0] for name, found in columns.items() if len(set(found)) == 1}
+    told = [f"{name} {value}" for name, value in shared.items() if value not in ("", "no")]
+    return ", ".join(told), {name: v for name, v in columns.items() if name not in shared}
+
+
+def _pair(query: int, key: int) -> str:
+    return str(query) if query == key else f"{query}:{key}"
+
+
+def _lengths(work: Workload) -> str:
+    if work.seqlens is None:
+        return _pair(work.seqlen_q, work.seqlen_k)
+    return f"<={max(work.seqlen_q, work.seqlen_k)}"
+
+
+_LABELS: dict[str, Callable[[Workload], str]] = {
+    "dtype": lambda work: DTYPE_SHORT[work.dtype],
+    "D": lambda work: _pair(work.head_dim, work.head_dim_v),
+    "heads": lambda work: _pair(work.heads_q, work.heads_kv),
+    "batch": lambda work: str(work.batch) + (" packed" if work.seqlens is not None else ""),
+    "causal": lambda work: "yes" if work.causal else "no",
+    "window": lambda work: "" if work.window == (-1, -1) else "{},{}".format(*work.window),
+    "softcap": lambda work: f"{work.softcap:g}" if work.softcap else "",
+    "S": _lengths,
+}
+
+
+def _cell(row: Row | None, scale: float, best: float) -> str:
+    if row is None:
+        return ""
+    if row["status"] != "ok" or row["tflops"] is None:
+        return _TAGS.get(row["status"], "?")
+    value = row["tflops"] * scale
+    text = f"{value:.{_decimals(value)}f}" + ("!" if row["throttled"] else "")
+    return f"[bold green]{text}[/]" if row["tflops"] >= best else text
+
+
+def _decimals(value: float) -> int:
+    """Decimals for three significant digits."""
+    return max(0, 2 - math.floor(math.log10(value))) if value > 0 else 0
+
+
+def _print_conditions(rows: Sequence[Row], env: Row) -> None:
+    timed = [row for row in rows if row["status"] == "ok"]
+    if not timed:
+        return
+    said = [f"median of {_span(len(row['samples_ms']) for row in timed)} samples"]
+    said.append(f"timer {timed[0]['timer']}")
+    said.append(f"L2 {timed[0]['l2']}" if env["device"] == "cuda" else "caches warm")
+    said.append(f"FLOPs by the rules: {', '.join(sorted({row['flops_rule'] for row in timed}))}")
+    if clocks := [row["sm_clock_mhz"] for row in timed if row["sm_clock_mhz"]]:
+        said.append(f"SM clock {_span(clocks)} MHz")
+    if any(row["throttled"] for row in timed):
+        said.append("! timed under a throttle reason (a power cap is one)")
+    where = env["gpu"] or f"{env['cpu']}, {env['threads']} threads"
+    say(f"{where}: " + "; ".join(said))
+
+
+def _span(values: Iterable[float]) -> str:
+    found = sorted(values)
+    return f"{found[0]}" if found[0] == found[-1] else f"{found[0]} to {found[-1]}"
+
+
+def _print_ratios(rows: Sequence[Row], impls: Sequence[str]) -> None:
+    baseline = next((row["baseline"] for row in rows if row["baseline"]), None)
+    means = []
+    for impl in impls:
+        ratios = [row["ratio"] for row in rows if row["impl"] == impl and row["ratio"]]
+        if ratios and impl != baseline:
+            means.append(f"{impl} {geometric_mean(ratios):.3f} ({len(ratios)})")
+    if means:
+        say(f"speed over {baseline}, geometric mean (workloads): " + ", ".join(means))
+    for row in rows:
+        if row["impl"] == "cpu" and row["ratio"] and _is_headline(row):
+            low, high = row["ratio_ci"] or (row["ratio"], row["ratio"])
+            say(
+                f"cpu takes {1 / row['ratio']:.2f} times as long as {baseline} of torch "
+                f"({1 / high:.2f} to {1 / low:.2f}) at fp32, B 1, H 8, S 1024, D 64, "
+                f"{'causal' if row['causal'] else 'no mask'}"
+            )
+
+
+def _is_headline(row: Row) -> bool:
+    shape = dict(dtype="float32", batch=1, heads_q=8, heads_kv=8, seqlen_q=1024, seqlen_k=1024)
+    return all(row[key] == value for key, value in (shape | {"head_dim": 64}).items())
+
+
+def _print_reasons(rows: Sequence[Row]) -> None:
+    """Every reason once, with how many workloads it holds for."""
+    reasons = Counter((r["impl"], r["status"], r["reason"]) for r in rows if r["status"] != "ok")
+    for (impl, status, reason), count in reasons.items():
+        say(f"{impl}: {status} on {count}: {reason}", "dim" if status == "skipped" else "red")
+
+
+class CheckReport:
+    """One line a result, as it comes, and a summary; `finish` says whether all was right."""
+
+    def __init__(self) -> None:
+        self._verdicts: dict[str, list[Verdict]] = {}
+        self._broken: Counter[str] = Counter()
+        self._skipped: Counter[tuple[str, str]] = Counter()
+        head = f"{'':5}{'impl':15}{'inputs':14}{'error':>9}{'baseline':>10}{'ratio':>7}"
+        say(f"{head}{'margin':>8}  workload (margin: share of the allowed error, worst row)")
+
+    def judged(self, impl: str, work: Workload, kind: str, verdict: Verdict) -> None:
+        """A result was compared."""
+        self._verdicts.setdefault(impl, []).append(verdict)
+        numbers = f"{_number(verdict.max_abs_err):>9}{_number(verdict.baseline_err):>10}"
+        numbers += f"{_number(verdict.err_ratio, '.2f'):>7}{_number(verdict.margin, '.2f'):>8}"
+        checked = "" if verdict.checked == "all rows" else f" ({verdict.checked})"
+        self._line(verdict.passed, impl, kind, numbers, f"{work.id}{checked}", verdict.reason)
+
+    def failed(self, impl: str, work: Workload, kind: str, reason: str) -> None:
+        """There is no result: the impl raised."""
+        self._broken[impl] += 1
+        self._line(False, impl, kind, "", work.id, reason)
+
+    def skipped(self, impl: str, reason: str) -> None:
+        """The impl cannot do the workload."""
+        self._skipped[impl, reason] += 1
+
+    def _line(self, good: bool, impl: str, kind: str, numbers: str, work: str, reason: str) -> None:
+        word = "pass" if good else "FAIL"
+        say(f"{word:5}{impl:15}{kind:14}{numbers:34}  {work}", None if good else "red")
+        if not good:
+            say(f"{'':5}{reason}", "red")
+
+    def finish(self, complete: bool = True) -> bool:
+        """Print the summary. True where something was compared and everything passed."""
+        for (impl, reason), count in self._skipped.items():
+            say(f"{impl}: skipped on {count}: {reason}", "dim")
+        good = complete
+        for impl in dict.fromkeys([*self._verdicts, *self._broken]):
+            verdicts = self._verdicts.get(impl, [])
+            passed = sum(verdict.passed for verdict in verdicts)
+            total = len(verdicts) + self._broken[impl]
+            good &= passed == total
+            margins = [verdict.margin for verdict in verdicts if verdict.margin is not None]
+            worst = f", worst margin {max(margins):.2f}" if margins else ""
+            say(f"{impl}: {passed} of {total} passed{worst}", None if passed == total else "red")
+        if not self._verdicts and not self._broken:
+            say("check: nothing could be checked", "red")
+            return False
+        return good
+
+
+def _number(value: float | None, form: str = ".2e") -> str:
+    return "-" if value is None else format(value, form)
