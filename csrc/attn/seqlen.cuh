@@ -6,8 +6,8 @@
 namespace attnscope {
 
 struct Segment {
-  int64_t row;    // first row of the sequence in the tensor, counted in rows
-  int64_t batch;  // index into the batch stride; 0 when packed
+  int64_t row;  // first row of the sequence in the tensor, counted in rows
+  int batch;    // index into the batch stride; 0 when packed
   int length;
 };
 

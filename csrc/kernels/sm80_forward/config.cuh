@@ -21,7 +21,7 @@ struct ForwardTile {
 inline constexpr ForwardTile kForwardTiles[] = {
     {64, 128, 112, 4, 2, false, 2, "placeholder"},
     {96, 128, 64, 4, 1, false, 2, "placeholder"},
-    {128, 128, 64, 4, 2, false, 2, "placeholder"},
+    {128, 128, 48, 4, 2, false, 2, "placeholder"},
     {192, 64, 64, 4, 1, false, 2, "placeholder"},
     {256, 64, 64, 4, 1, false, 2, "placeholder"},
 };

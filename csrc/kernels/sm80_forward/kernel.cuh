@@ -17,6 +17,7 @@
 
 #include "attn/block_range.cuh"
 #include "attn/params.h"
+#include "attn/score_scales.h"
 #include "attn/seqlen.cuh"
 #include "attn/tile_order.cuh"
 #include "kernels/sm80_forward/config.cuh"
@@ -86,7 +87,7 @@ struct TileSource {
   __device__ __forceinline__ TileSource(const void* data, const Strides& strides, const Segment& segment,
                                         int head, int head_dim_)
       : row_stride(strides.row), head_dim(head_dim_) {
-    lane_rows = static_cast<const Element*>(data) + segment.batch * strides.batch + head * strides.head +
+    lane_rows = static_cast<const Element*>(data) + int64_t{segment.batch} * strides.batch + head * strides.head +
                 (segment.row + lane_row()) * row_stride + lane_chunk() * 8;
   }
   static __device__ __forceinline__ int lane_row() { return threadIdx.x / kChunks; }
@@ -340,13 +341,20 @@ __device__ __forceinline__ void accumulate_output(Accumulators<Config>& acc, flo
   }
 }
 
-// O / sum through the warp's own rows of shared memory to global, 16 bytes a store, and the LSE.
+// O / sum through the warp's own rows of shared memory to global, 16 bytes a store, and the LSE. Where
+// the tile lies is worked out again here rather than kept in registers through the main loop.
 template <class Config>
 __device__ __forceinline__ void store_output(Accumulators<Config>& acc, const ForwardParams& p,
-                                             uint32_t shared_q, const void* shared_q_pointer,
-                                             typename Config::Element* out, float* lse, int first_row,
-                                             int seqlen_q) {
+                                             const TileOrder& order, uint32_t shared_q,
+                                             const void* shared_q_pointer) {
   using Element = typename Config::Element;
+  const Tile tile = tile_at(order, blockIdx.x);
+  const int batch = tile.head / p.heads_q, head = tile.head % p.heads_q;
+  const Segment seg_q = segment(p.cu_seqlens_q, p.total_q, p.seqlen_q, batch);
+  const int first_row = tile.m_block * Config::kBlockM, seqlen_q = seg_q.length;
+  Element* out = static_cast<Element*>(p.out) + int64_t{seg_q.batch} * p.out_stride.batch +
+                 seg_q.row * p.out_stride.row + head * p.out_stride.head;
+  float* lse = p.lse + int64_t{seg_q.batch} * p.lse_batch_stride + head * p.lse_head_stride + seg_q.row;
   const int lane = threadIdx.x % 32;
   const int warp_row = threadIdx.x / 32 * Config::kRowTiles * 16;
 #pragma unroll
@@ -400,7 +408,8 @@ __device__ __forceinline__ void clear_tail(const ForwardParams& p, int head) {
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
-    forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ TileOrder order) {
+    forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ TileOrder order,
+                   const __grid_constant__ ScoreScales scores) {
   using Element = typename Config::Element;
   constexpr int kBlockM = Config::kBlockM;
   constexpr int kBlockN = Config::kBlockN;
@@ -414,12 +423,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   }
   const Tile tile = tile_at(order, blockIdx.x);
   const int batch = tile.head / p.heads_q, head = tile.head % p.heads_q;
-  const int head_kv = head / (p.heads_q / p.heads_kv);
   const Segment seg_q = segment(p.cu_seqlens_q, p.total_q, p.seqlen_q, batch);
   const Segment seg_k = segment(p.cu_seqlens_k, p.total_k, p.seqlen_k, batch);
   const int first_row = tile.m_block * kBlockM;
   if (first_row >= seg_q.length) return;
 
+  const int head_kv = head / (p.heads_q / p.heads_kv);
   const TileSource<Config> q(p.q, p.q_stride, seg_q, head, p.head_dim);
   const TileSource<Config> k(p.k, p.k_stride, seg_k, head_kv, p.head_dim);
   const TileSource<Config> v(p.v, p.v_stride, seg_k, head_kv, p.head_dim_v);
@@ -431,7 +440,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   // Plain path: P = 2^(s * scale_log2 - max). Else the scores are final before the maximum.
   const float scale = static_cast<float>(p.scale), softcap = static_cast<float>(p.softcap);
   const bool transform = softcap > 0.0f || !(scale > 0.0f);
-  const float scale_log2 = (transform ? 1.0f : scale) * 1.4426950408889634f;
 
   const int lane = threadIdx.x % 32;
   const int warp_row = threadIdx.x / 32 * Config::kRowTiles * 16;
@@ -483,7 +491,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     if (block < range.full_begin || block >= range.full_end) {
       mask_scores<Config>(acc, window, first_row + warp_row, block * kBlockN, seg_k.length);
     }
-    update_row_max<Config>(acc, scale_log2);
+    update_row_max<Config>(acc, scores.scale_log2);
     if (kStages == 2 && !last) {
       ptx::cp_async_wait<1>();
     } else {
@@ -497,7 +505,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
         load_v(block - 1, stage ^ 1);
       }
     }
-    accumulate_output<Config>(acc, scale_log2,
+    accumulate_output<Config>(acc, scores.scale_log2,
                               FragmentAddress<Config, kBlockN>(shared_v + stage * kStageBytes, lane % 16, lane / 16));
     if (kStages == 1) {
       __syncthreads();
@@ -507,10 +515,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     }
   }
 
-  Element* out = static_cast<Element*>(p.out) + seg_q.batch * p.out_stride.batch +
-                 seg_q.row * p.out_stride.row + head * p.out_stride.head;
-  float* lse = p.lse + seg_q.batch * p.lse_batch_stride + head * p.lse_head_stride + seg_q.row;
-  store_output<Config>(acc, p, shared_q, shared.q, out, lse, first_row, seg_q.length);
+  store_output<Config>(acc, p, order, shared_q, shared.q);
 }
 
 }  // namespace attnscope::sm80

@@ -26,7 +26,7 @@ cudaError_t launch(const ForwardParams& p, cudaStream_t stream) {
       error != cudaSuccess) {
     return error;
   }
-  kernel<<<static_cast<unsigned>(blocks), Config::kThreads, kSharedBytes, stream>>>(p, order);
+  kernel<<<static_cast<unsigned>(blocks), Config::kThreads, kSharedBytes, stream>>>(p, order, score_scales(p));
   return cudaGetLastError();
 }
 

@@ -1,0 +1,24 @@
+// How raw scores q k^T become exponents, decided once on the host.
+#pragma once
+
+#include "attn/params.h"
+
+namespace attnscope {
+
+// Plain path: P = 2^(s * scale_log2 - max). With softcap, or a scale that is not positive (whose
+// maximum is not that of the raw scores), the scores are made final first: transform.
+struct ScoreScales {
+  bool transform;
+  float scale;
+  float softcap;  // 0: none
+  float scale_log2;
+};
+
+inline ScoreScales score_scales(const ForwardParams& p) {
+  constexpr double kLog2e = 1.4426950408889634;
+  const bool transform = p.softcap > 0 || !(p.scale > 0);
+  return {transform, static_cast<float>(p.scale), static_cast<float>(p.softcap),
+          static_cast<float>((transform ? 1.0 : p.scale) * kLog2e)};
+}
+
+}  // namespace attnscope
