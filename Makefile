@@ -29,7 +29,7 @@ endif
 	$(INSTALL) $(PACKAGE)
 
 $(PY):
-	if $(PYTHON) $(HAS_TORCH); then $(PYTHON) -m venv --system-site-packages $(VENV); \
+	@if $(PYTHON) $(HAS_TORCH); then $(PYTHON) -m venv --system-site-packages $(VENV); \
 	else $(PYTHON) -m venv $(VENV); fi
 
 test: build

@@ -22,6 +22,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
 import ptxas  # noqa: E402
+from build_backend import find_package  # noqa: E402
 
 PACKAGE = Path("python/attnscope")
 BUILD = Path("build/native")
@@ -52,19 +53,6 @@ rule link
   command = g++ -shared $in -o $out -Wl,--no-as-needed,--exclude-libs,ALL $libs
   description = link $out
 """
-
-
-def find_package(name: str) -> list[Path]:
-    """Where an installed package lies, without importing it; pip's build isolation hides it."""
-    spec = importlib.util.find_spec(name)
-    if spec and spec.submodule_search_locations:
-        return [Path(p) for p in spec.submodule_search_locations]
-    probe = (
-        f"import importlib.util as u, json; s = u.find_spec({name!r});"
-        "print(json.dumps(list(s.submodule_search_locations) if s else []))"
-    )
-    result = subprocess.run([sys.executable, "-E", "-c", probe], capture_output=True, text=True)
-    return [Path(p) for p in json.loads(result.stdout or "[]")]
 
 
 def find_nvcc() -> Path | None:
@@ -192,5 +180,4 @@ if __name__ == "__main__":
     setup(
         ext_modules=[Extension("attnscope._C", [])],
         cmdclass={"build_ext": BuildLibraries, "build_py": CleanBuildPy, "bdist_wheel": Py3Wheel},
-        setup_requires=[] if find_package("torch") else ["torch>=2.10"],
     )
