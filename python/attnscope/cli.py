@@ -15,7 +15,7 @@ COMMANDS = {
     "plot": ("attnscope.bench.plots:plot_command", "Draw the figures of a result file."),
     "export": ("attnscope.bench.command:export_command", "Write a result file as CSV or parquet."),
     "kernels": ("attnscope.kernels:kernels_command", "Show what every CUDA kernel uses."),
-    "env": ("attnscope.env:env_command", "Show what is installed, what runs, what is missing."),
+    "env": ("attnscope.doctor:env_command", "Show what is installed, what runs, what is missing."),
 }
 
 

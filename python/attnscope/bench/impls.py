@@ -117,10 +117,12 @@ def _own(impl: str) -> Callable[[Workload, Inputs], Call]:
         options: dict[str, Any] = dict(
             causal=work.causal, window=work.window, softcap=work.softcap, impl=impl, return_lse=True
         )
+        dense: Any = attnscope.attention
+        packed: Any = attnscope.attention_varlen
         if cu_q is None:
-            return lambda: attnscope.attention(q, k, v, **options)
+            return lambda: dense(q, k, v, **options)
         longest = (work.seqlen_q, work.seqlen_k)
-        return lambda: attnscope.attention_varlen(q, k, v, cu_q, cu_k, *longest, **options)
+        return lambda: packed(q, k, v, cu_q, cu_k, *longest, **options)
 
     return make
 

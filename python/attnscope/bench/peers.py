@@ -24,7 +24,7 @@ def installed(module: str) -> bool:
     """Whether a module can be found, without importing it (its parent packages are imported)."""
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
+    except (ModuleNotFoundError, ValueError):  # no parent package; a module without a spec
         return False
 
 

@@ -44,8 +44,7 @@ def print_bench(rows: Sequence[Row], env: Row) -> None:
     cells = {(row["workload"], row["impl"]): row for row in rows}
     scale, unit = (1.0, "TFLOP/s") if env["device"] == "cuda" else (1e3, "GFLOP/s")
     common, columns = _labels(list(works.values()))
-    table = Table(box=box.SIMPLE_HEAD, title_justify="left")
-    table.title = f"{unit}: {common}" if common else unit
+    table = Table(box=box.SIMPLE_HEAD)
     for name in [*columns, *impls]:
         table.add_column(name, justify="right", no_wrap=True)
     for at, work_id in enumerate(works):
@@ -53,6 +52,7 @@ def print_bench(rows: Sequence[Row], env: Row) -> None:
         best = max((row["tflops"] or 0.0 for row in line if row), default=0.0)
         shown = [_cell(row, scale, best) for row in line]
         table.add_row(*(column[at] for column in columns.values()), *shown)
+    say(f"{unit}: {common}" if common else unit)
     console().print(table)
     _print_conditions(rows, env)
     _print_ratios(rows, impls)

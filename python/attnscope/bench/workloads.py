@@ -263,7 +263,8 @@ def expand(case: Mapping[str, Any]) -> list[Workload]:
 def _choices(name: str, value: Any) -> Sequence[Any]:
     if not isinstance(value, list):
         return [value]
-    depth, inner = 0, value
+    depth = 0
+    inner: Any = value
     while isinstance(inner, list):
         depth, inner = depth + 1, inner[0] if inner else None
     return value if depth > _LIST_VALUED.get(name, 0) else [value]

@@ -1,0 +1,191 @@
+"""The command line: what it prints, what it writes, how it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from attnscope import cli
+from attnscope.bench.store import read_results
+
+ROOT = Path(__file__).parents[1]
+SMALL = ["--device", "cpu", "--seq-lengths", "32,48", "--head-dim", "16", "--heads", "2"]
+
+
+def attnscope(*arguments: str) -> tuple[int, str]:
+    """Exit code and everything printed."""
+    result = CliRunner().invoke(cli.build(arguments[0]), list(arguments))
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def test_help_lists_every_command_without_importing_them():
+    probe = "import sys; sys.argv = ['attnscope', '--help']\n"
+    probe += "from attnscope import cli\ntry: cli.main()\nexcept SystemExit: pass\n"
+    probe += "print('loaded', [m for m in sys.modules if m.startswith('attnscope.bench')])"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in cli.COMMANDS)
+    assert "loaded []" in done.stdout
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_exists_and_has_help(name):
+    code, out = attnscope(name, "--help")
+    assert code == 0 and "Usage" in out
+
+
+def test_an_unknown_command_is_refused():
+    result = CliRunner().invoke(cli.build("bnech"), ["bnech"])
+    assert result.exit_code == 2 and "bnech" in result.output
+
+
+def test_bench_writes_a_file_and_prints_a_table(tmp_path):
+    path = tmp_path / "r.json"
+    code, out = attnscope(
+        "bench", *SMALL, "--causal", "--impl", "naive,flash", "--output", str(path),
+        "--time-budget", "0", "--dtype", "bf16",
+    )  # fmt: skip
+    assert code == 0, out
+    content = read_results(path)
+    rows = content["rows"]
+    assert [(row["seqlen_q"], row["impl"]) for row in rows] == [
+        (32, "naive"), (32, "sdpa-flash"), (48, "naive"), (48, "sdpa-flash"),
+    ]  # fmt: skip
+    assert all(row["status"] == "ok" and row["dtype"] == "bfloat16" for row in rows)
+    assert all(row["causal"] and row["l2"] == "warm" for row in rows)
+    assert content["env"]["settings"]["budget_s"] == 0
+    assert "flash is sdpa-flash" in out
+    assert "GFLOP/s: dtype bf16, D 16, heads 2, batch 1, causal yes" in out
+    assert "timer wall-clock; caches warm" in out
+    assert "speed over sdpa-flash, geometric mean (workloads): naive" in out
+    code, out = attnscope("export", str(path), str(tmp_path / "r.csv"))
+    assert code == 0 and (tmp_path / "r.csv").read_text().startswith("impl,workload")
+
+
+def test_bench_adds_the_baseline_and_shows_reasons(tmp_path):
+    path = tmp_path / "r.json"
+    arguments = ["bench", *SMALL, "--no-causal", "--output", str(path), "--time-budget", "0"]
+    code, out = attnscope(*arguments, "--impl", "cuda,cpu", "--baseline", "sdpa-math")
+    assert code == 0
+    assert "cuda: skipped on 2: runs on cuda only, not on cpu" in out
+    statuses = {row["impl"]: row["status"] for row in read_results(path)["rows"]}
+    assert statuses == {"cuda": "skipped", "cpu": "ok", "sdpa-math": "ok"}
+    code, out = attnscope(*arguments, "--impl", "cpu", "--baseline", "sdpa-math", "--resume")
+    assert code == 0 and "6 rows in" in out
+
+
+def test_the_cpus_speed_over_torch_is_one_line(tmp_path):
+    code, out = attnscope(
+        "bench", "--device", "cpu", "--seq-lengths", "1024", "--impl", "cpu", "--no-causal",
+        "--output", str(tmp_path / "r.json"), "--time-budget", "0",
+    )  # fmt: skip
+    assert code == 0
+    rows = read_results(tmp_path / "r.json")["rows"]
+    if all(row["status"] == "ok" for row in rows):
+        assert "cpu takes " in out and "at fp32, B 1, H 8, S 1024, D 64, no mask" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "--suite", "papers"], "suite: 'papers' is neither a suite"),
+        (["bench", "--suite", "paper"], "no cases for cpu, only for cuda"),
+        (["bench", "--seq-lengths", "128,x"], "--seq-lengths: '128,x' is not a list"),
+        (["bench", "--seq-lengths", ""], "--seq-lengths: '' is not a list"),
+        (["bench", "--seq-lengths", "8", "--suite", "quick"], "give one of them"),
+        (["bench", "--head-dim", "64"], "--head-dim: needs --seq-lengths"),
+        (["bench", "--seq-lengths", "8", "--heads", "3", "--kv-heads", "2"], "heads_q: 3"),
+        (["bench", "--seq-lengths", "8", "--dtype", "bf8"], "dtype: 'bf8'"),
+        (["bench", "--impl", "cude"], "impl: 'cude' is not one of"),
+        (["bench", "--baseline", "fa9"], "impl: 'fa9' is not one of"),
+        (["bench", "--l2", "cold"], "l2: 'cold' needs a GPU"),
+        (["bench", "--l2", "tepid"], "l2: 'tepid' is not one of"),
+        (["bench", "--graph"], "graph: a CPU run"),
+        (["bench", "--time-budget", "-1"], "budget_s: -1.0"),
+        (["bench", "--device", "cpu:x"], "device: 'cpu:x'"),
+        (["check", "--kinds", "odd"], "kinds: 'odd' is not one of normal"),
+        (["check", "--impl", "cude"], "impl: 'cude'"),
+        (["export", "none.json", "r.csv"], "none.json: No such file"),
+    ],
+)
+def test_bad_input_is_explained_with_exit_code_2(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if arguments[0] != "export" and "--device" not in arguments:
+        arguments = [*arguments, "--device", "cpu"]
+    code, out = attnscope(*arguments)
+    assert code == 2, out
+    assert message in out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_refused():
+    code, out = attnscope("bench", "--device", "cuda:3")
+    assert code == 2 and "device: 'cuda:3' is not there; PyTorch sees 0 CUDA devices" in out
+
+
+def test_resume_of_another_experiment_is_refused(tmp_path):
+    path = tmp_path / "r.json"
+    arguments = ["bench", *SMALL, "--impl", "naive", "--output", str(path), "--time-budget", "0"]
+    assert attnscope(*arguments)[0] == 0
+    code, out = attnscope(*arguments, "--seed", "7", "--resume")
+    assert code == 2 and "was made with settings" in out
+
+
+def test_check_prints_errors_and_passes():
+    code, out = attnscope(
+        "check", *SMALL, "--dtype", "bf16", "--impl", "naive,sdpa-flash,cuda",
+        "--kinds", "normal,outliers",
+    )  # fmt: skip
+    assert code == 0, out
+    assert out.count("pass ") == 2 * 2 * 2 * 2
+    assert "naive: 8 of 8 passed, worst margin" in out
+    assert "cuda: skipped on 4: runs on cuda only" in out
+
+
+def test_check_fails_on_a_wrong_result_and_on_an_exception(monkeypatch):
+    from attnscope.bench import impls
+
+    def wrong(work, inputs):
+        return lambda: (torch.zeros_like(inputs[0]), None)
+
+    def raises(work, inputs):
+        raise RuntimeError("no such tile")
+
+    for make, message in ((wrong, "times what is allowed"), (raises, "no such tile")):
+        bad = impls.Impl(name="bad", about="", make=make, ran={"cpu": "."})
+        monkeypatch.setitem(impls.IMPLS, "bad", bad)
+        code, out = attnscope("check", *SMALL, "--no-causal", "--impl", "bad,sdpa-flash")
+        assert code == 1
+        assert message in out and "bad: 0 of 2 passed" in out
+        assert "sdpa-flash: 2 of 2 passed" in out
+
+
+def test_a_check_of_nothing_is_no_success():
+    code, out = attnscope("check", *SMALL, "--impl", "cuda")
+    assert code == 1 and "nothing could be checked" in out
+
+
+def test_list_shows_suites_impls_and_aliases():
+    code, out = attnscope("bench", "--list", "--device", "cpu")
+    assert code == 0
+    assert "suites: check, gqa, paper, quick, short, varlen" in out
+    assert "flash is sdpa-flash" in out and "[runs on cuda]" in out
+
+
+def test_the_script_takes_lengths_and_an_output(tmp_path):
+    script = ROOT / "benchmarks" / "benchmark_attention.py"
+    path = tmp_path / "benchmark_results.json"
+    command = [sys.executable, str(script), "--seq-lengths", "128,256", "--output", str(path)]
+    command += ["--device", "cpu", "--time-budget", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["seqlen_q"] for row in rows} == {128, 256}
+    assert {row["impl"] for row in rows} == {"cpu", "naive", "sdpa-math", "sdpa-flash"}
