@@ -1,0 +1,318 @@
+"""Two runs, or two impls of one run, side by side: ratios with intervals, and a gate for CI.
+
+Everywhere A is the baseline and B the candidate; a ratio is speed of B over speed of A (median time
+of A over median time of B), so above 1 means B is faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from attnscope.bench.store import read_results
+from attnscope.bench.workloads import Workload
+
+Row = Mapping[str, Any]
+LEAST_SAMPLES = 5  # fewer give no interval
+RESAMPLES = 2000
+CONFIDENCE = 0.95
+CLOCK_TOLERANCE = 0.05  # runs whose SM clocks are further apart are not the same experiment
+# What must agree for two runs to be compared, and what is only told where it differs.
+SAME = {"cuda": ("device", "gpu", "gpu_sms", "power_limit_w"), "cpu": ("device", "cpu", "threads")}
+TOLD = ("torch", "cuda", "driver", "cudnn", "triton", "attnscope", "git_sha")
+
+
+def bootstrap_ratio(
+    a_ms: Sequence[float], b_ms: Sequence[float], seed: int = 0
+) -> tuple[float, float]:
+    """95 % interval of median(a_ms) / median(b_ms), by resampling both sides; seeded."""
+    rng = np.random.default_rng(seed)
+    a, b = (
+        np.median(rng.choice(np.asarray(side, float), (RESAMPLES, len(side))), axis=1)
+        for side in (a_ms, b_ms)
+    )
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(a / b, [tail, 1 - tail])
+    return float(low), float(high)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One workload on both sides. `ratio`, `low`, `high` are None where a side has no time."""
+
+    impl: str
+    work: Workload
+    a: Row | None
+    b: Row | None
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def significant(self) -> bool:
+        """The interval excludes 1. Without enough samples for one, the ratio stands."""
+        return self.low is None or self.high is None or not self.low <= 1 <= self.high
+
+    def verdict(self, limit: float | None) -> str:
+        """`limit` is the gate's, a ratio of at most 1; without one, any clear change counts.
+
+        faster, slower, same; unclear: below the limit, but its interval holds 1; lost: A has a
+        time and B has none; broken: B is wrong or failed where A is not; no time.
+        """
+        if self.ratio is None:
+            status_a, status_b = _status(self.a), _status(self.b)
+            if status_b in ("wrong", "failed") and status_a != status_b:
+                return "broken"
+            return "lost" if status_a == "ok" else "no time"
+        if not self.significant:
+            return "unclear" if limit is not None and self.ratio < limit else "same"
+        if self.ratio < (limit or 1.0):
+            return "slower"
+        return "faster" if self.ratio > 1 / (limit or 1.0) else "same"
+
+    def why(self) -> str:
+        """Why there is no ratio, as one line."""
+        return "; ".join(
+            f"{side} {'has no row' if row is None else _told(row)}"
+            for side, row in (("A", self.a), ("B", self.b))
+            if _status(row) != "ok"
+        )
+
+
+def _status(row: Row | None) -> str:
+    return "missing" if row is None else str(row["status"])
+
+
+def _told(row: Row) -> str:
+    return f"{row['status']} ({row.get('reason') or 'no reason given'})"
+
+
+def pair_rows(
+    rows_a: Iterable[Row], rows_b: Iterable[Row], across_impls: bool = False
+) -> list[Pair]:
+    """Join rows on workload and impl, or on workload alone where each side is one impl.
+
+    A row without a partner is a pair with None. Raises ValueError where a side holds a key twice.
+    """
+
+    def keyed(rows: Iterable[Row], side: str) -> dict[tuple[str | None, str], Row]:
+        found: dict[tuple[str | None, str], Row] = {}
+        for row in rows:
+            key = (None if across_impls else row["impl"], Workload.from_dict(row).id)
+            if key in found:
+                raise ValueError(f"{side} has two rows of {row['impl']} on {key[1]}")
+            found[key] = row
+        return found
+
+    a, b = keyed(rows_a, "A"), keyed(rows_b, "B")
+    return [_pair(a.get(key), b.get(key)) for key in {**a, **b}]
+
+
+def _pair(a: Row | None, b: Row | None) -> Pair:
+    some = a or b or {}
+    impl = str(some["impl"])
+    if a and b and a["impl"] != b["impl"]:
+        impl = f"{a['impl']}, {b['impl']}"
+    work = Workload.from_dict(some)
+    if not a or not b or _status(a) != "ok" or _status(b) != "ok":
+        return Pair(impl, work, a, b)
+    if not a["median_ms"] or not b["median_ms"]:
+        return Pair(impl, work, a, b)
+    ratio = a["median_ms"] / b["median_ms"]
+    samples = a.get("samples_ms") or [], b.get("samples_ms") or []
+    if min(map(len, samples)) < LEAST_SAMPLES:
+        return Pair(impl, work, a, b, ratio)
+    return Pair(impl, work, a, b, ratio, *bootstrap_ratio(*samples))
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """Geometric mean of positive values; NaN of none."""
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+
+def differences(env_a: Row, env_b: Row, pairs: Sequence[Pair]) -> tuple[list[str], list[str]]:
+    """What forbids to compare two runs, and what is worth telling, as sentences."""
+    refused = [
+        f"{key}: A has {env_a.get(key)}, B has {env_b.get(key)}"
+        for key in SAME.get(str(env_a.get("device")), SAME["cuda"])
+        if env_a.get(key) != env_b.get(key)
+    ]
+    timed = [(pair.a, pair.b) for pair in pairs if pair.ratio and pair.a and pair.b]
+    for key, name in (("l2", "L2 mode"), ("timer", "timer")):
+        has_a, has_b = ({str(rows[side].get(key)) for rows in timed} for side in (0, 1))
+        if has_a != has_b:
+            told_a, told_b = (", ".join(sorted(has)) for has in (has_a, has_b))
+            refused.append(f"{name}: A has {told_a}, B has {told_b}")
+    clocks = [  # of one impl: another one may draw other power, and so run at another clock
+        b["sm_clock_mhz"] / a["sm_clock_mhz"]
+        for a, b in timed
+        if a["impl"] == b["impl"] and a.get("sm_clock_mhz") and b.get("sm_clock_mhz")
+    ]
+    if clocks and abs(np.median(clocks) - 1) > CLOCK_TOLERANCE:
+        refused.append(f"SM clock: B ran at {np.median(clocks):.2f} times the clock of A")
+    told = [
+        f"{key}: A has {env_a.get(key)}, B has {env_b.get(key)}"
+        for key in TOLD
+        if env_a.get(key) != env_b.get(key)
+    ]
+    return refused, told
+
+
+def means(pairs: Iterable[Pair]) -> dict[str, dict[str, list[float]]]:
+    """Ratios by impl and by group: "all", head dims, masks and lengths, in that order."""
+    found: dict[str, dict[str, list[float]]] = {}
+    timed = [pair for pair in pairs if pair.ratio]
+    for group in (
+        lambda work: "all",
+        lambda work: f"head dim {work.head_dim}",
+        lambda work: "causal" if work.causal else "not causal",
+        lambda work: f"length {max(work.seqlen_q, work.seqlen_k):,}",
+    ):
+        for pair in sorted(timed, key=lambda p: (p.work.head_dim, p.work.causal, p.work.seqlen_k)):
+            by_group = found.setdefault(pair.impl, {})
+            by_group.setdefault(group(pair.work), []).append(pair.ratio or math.nan)
+    return found
+
+
+def failures(pairs: Sequence[Pair], limit: float, allow_missing: bool) -> list[str]:
+    """What makes the gate fail, as sentences; empty where it passes."""
+    found = []
+    for pair in pairs:
+        name, verdict = f"{pair.impl} {pair.work.id}", pair.verdict(limit)
+        if verdict == "slower":
+            found.append(f"{name}: {pair.ratio:.3f} times the speed, below {limit:g}")
+        elif verdict == "broken" or (verdict == "lost" and not (allow_missing and pair.b is None)):
+            found.append(f"{name}: {pair.why()}")
+    by_impl = means(pairs)
+    for impl, by_group in by_impl.items():
+        if (mean := geometric_mean(by_group["all"])) < limit:
+            found.append(f"{impl}, geometric mean: {mean:.3f} times the speed, below {limit:g}")
+    if not by_impl:
+        found.append("no workload has a time on both sides")
+    return found
+
+
+def pairs_table(pairs: Sequence[Pair], limit: float | None) -> Table:
+    """One line for each workload."""
+    table = Table(title="speed of B over A", title_justify="left", box=box.SIMPLE_HEAD)
+    for name in ("impl", "workload"):
+        table.add_column(name, no_wrap=True)
+    for name in ("A ms", "B ms", "B / A", "95 % interval"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("verdict")
+    for pair in pairs:
+        verdict = pair.verdict(limit)
+        times = [
+            f"{row['median_ms']:.4g}" if row and row["median_ms"] else "-"
+            for row in (pair.a, pair.b)
+        ]
+        ratio = f"{pair.ratio:.3f}" if pair.ratio else "-"
+        interval = f"{pair.low:.3f} to {pair.high:.3f}" if pair.low and pair.high else "-"
+        said = escape(verdict if pair.ratio else f"{verdict}: {pair.why()}")
+        table.add_row(
+            pair.impl, pair.work.id, *times, ratio, interval, said, style=_STYLES.get(verdict)
+        )
+    return table
+
+
+_STYLES = {"slower": "red", "lost": "red", "broken": "red", "faster": "green", "unclear": "yellow"}
+
+
+def means_table(pairs: Sequence[Pair]) -> Table:
+    """Geometric means: a line for each group, a column for each impl."""
+    by_impl = means(pairs)
+    table = Table(title="geometric means of B / A", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("over")
+    for impl in by_impl:
+        table.add_column(impl, justify="right")
+    for group in dict.fromkeys(group for by_group in by_impl.values() for group in by_group):
+        cells = [by_group.get(group, []) for by_group in by_impl.values()]
+        table.add_row(group, *(f"{geometric_mean(c):.3f} ({len(c)})" if c else "-" for c in cells))
+    return table
+
+
+def compare_command(
+    a: Annotated[Path, typer.Argument(help="Result file A, the baseline.")],
+    b: Annotated[Path | None, typer.Argument(help="Result file B; left out, A again.")] = None,
+    impl_a: Annotated[str | None, typer.Option(help="Of A, take this impl alone.")] = None,
+    impl_b: Annotated[
+        str | None, typer.Option(help="Of B, take this impl alone; left out, the same as of A.")
+    ] = None,
+    fail_below: Annotated[
+        float | None,
+        typer.Option(help="Gate: exit with 1 where B has less than this share of A's speed."),
+    ] = None,
+    allow_missing: Annotated[
+        bool, typer.Option("--allow-missing", help="Gate: B need not have every row of A.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Compare though cards, clocks or L2 modes differ.")
+    ] = False,
+) -> None:
+    """Compare two result files, or two impls, workload by workload.
+
+    A ratio is the speed of B over that of A: above 1, B is faster. The gate fails on a ratio below
+    the limit whose interval excludes 1, on a geometric mean below it, and on a row that has a time
+    in A but is wrong, failed, skipped or missing in B. Exit codes: 1 the gate failed, 2 bad input.
+    """
+    from attnscope.bench.command import bad_input
+    from attnscope.bench.show import console, say
+
+    with bad_input("compare"):
+        if fail_below is not None and not 0 < fail_below <= 1:
+            raise ValueError(f"--fail-below: {fail_below} is not above 0 and at most 1")
+        pairs, refused, told = _load(a, b or a, impl_a, impl_b or impl_a)
+    for line in refused:
+        say(f"not the same conditions: {line}", "red")
+    if refused and not force:
+        say("compare: refused; --force compares all the same")
+        raise typer.Exit(2)
+    console().print(pairs_table(pairs, fail_below))
+    console().print(means_table(pairs))
+    say(f"A: {a}" + (f", {impl_a}" if impl_a else ""))
+    say(f"B: {b or a}" + (f", {impl_b or impl_a}" if impl_a else ""))
+    for line in told:
+        say(f"differs: {line}")
+    for side, count in (("A", sum(not p.a for p in pairs)), ("B", sum(not p.b for p in pairs))):
+        if count:
+            say(f"missing: {count} of {len(pairs)} rows are not in {side}", "yellow")
+    if fail_below is None:
+        return
+    found = failures(pairs, fail_below, allow_missing)
+    for line in found:
+        say(f"regression: {line}", "red")
+    say(f"gate at {fail_below:g}: {'failed' if found else 'passed'}")
+    if found:
+        raise typer.Exit(1)
+
+
+def _load(
+    a: Path, b: Path, impl_a: str | None, impl_b: str | None
+) -> tuple[list[Pair], list[str], list[str]]:
+    if a == b and impl_a == impl_b:
+        raise ValueError("one file: --impl-a and --impl-b must name two impls of it")
+    if impl_b is not None and impl_a is None:
+        raise ValueError("--impl-b: needs --impl-a too")
+    files = read_results(a), read_results(b)
+    rows_a = _select(files[0]["rows"], impl_a, a)
+    rows_b = _select(files[1]["rows"], impl_b, b)
+    pairs = pair_rows(rows_a, rows_b, across_impls=impl_a is not None)
+    return pairs, *differences(files[0]["env"], files[1]["env"], pairs)
+
+
+def _select(rows: Sequence[Row], impl: str | None, path: Path) -> list[Row]:
+    chosen = [row for row in rows if impl in (None, row["impl"])]
+    if not chosen:
+        there = ", ".join(sorted({str(row["impl"]) for row in rows})) or "none"
+        raise ValueError(f"{path} has no rows of {impl or 'any impl'}; it has: {there}")
+    return chosen

@@ -1,0 +1,279 @@
+"""`attnscope env`: what is installed, which impls run, what is missing and how to get it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from attnscope import __version__
+from attnscope._load import REBUILD, library_status
+
+CUDA_BIN = Path("/usr/local/cuda/bin")
+NVIDIA_PARAMS = Path("/proc/driver/nvidia/params")
+CAP_SYS_ADMIN = 21  # bit of a Linux process' capabilities
+
+# Program -> (where it is looked for beside PATH, how to get it). Relative patterns are for programs
+# that come in wheels: they are looked for in the folders of sys.path.
+TOOLS: dict[str, tuple[tuple[str, ...], str]] = {
+    "g++": ((), "apt install g++"),
+    "ninja": ((), "pip install ninja"),
+    "nvcc": (
+        (f"{CUDA_BIN}/nvcc", "nvidia/cu13/bin/nvcc"),
+        "pip install 'attnscope[nvcc]', or NVIDIA's CUDA toolkit",
+    ),
+    "cuobjdump": (
+        (f"{CUDA_BIN}/cuobjdump", "triton/backends/nvidia/bin/cuobjdump"),
+        "pip install triton (it is in the wheel)",
+    ),
+    "ncu": (
+        (f"{CUDA_BIN}/ncu", "/opt/nvidia/nsight-compute/*/ncu"),
+        "NVIDIA's CUDA toolkit, or NVIDIA's apt package nsight-compute",
+    ),
+    "nsys": (
+        (
+            f"{CUDA_BIN}/nsys",
+            "/opt/nvidia/nsight-systems/*/bin/nsys",
+            "/opt/nvidia/nsight-compute/*/host/target-linux-x64/nsys",
+        ),
+        "NVIDIA's CUDA toolkit, or NVIDIA's apt package nsight-systems",
+    ),
+    "compute-sanitizer": (
+        (f"{CUDA_BIN}/compute-sanitizer",),
+        "NVIDIA's CUDA toolkit, or its apt package cuda-sanitizer",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A program: where it is and its version, or what is wrong and how to get it."""
+
+    name: str
+    path: str | None = None
+    version: str | None = None
+    missing: str | None = None
+
+
+def find_tool(name: str) -> Tool:
+    """Look a program of TOOLS up on PATH and in its usual places, and ask it for its version."""
+    places, remedy = TOOLS[name]
+    path = shutil.which(name) or next(filter(None, map(_first_program, places)), None)
+    if path is None:
+        return Tool(name, missing=f"not found; {remedy}")
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.SubprocessError) as error:
+        return Tool(name, path, missing=f"does not run ({error}); {remedy}")
+    said = done.stdout + done.stderr
+    found = re.search(r"(?:[Vv]ersion |\bV)(\d[\w.]*)", said) or re.search(r"(\d+\.[\d.]+)", said)
+    if done.returncode or found is None:
+        last = said.strip().splitlines()[-1:] or ["it said nothing"]
+        return Tool(name, path, missing=f"does not run ({last[0]}); {remedy}")
+    return Tool(name, path, found[1])
+
+
+def _first_program(pattern: str) -> str | None:
+    """The last path, by name, that matches a pattern and can be run: of versions the newest."""
+    folders = [Path("/")] if pattern.startswith("/") else [Path(entry) for entry in sys.path]
+    found = [path for folder in folders for path in folder.glob(pattern.lstrip("/"))]
+    return max((str(path) for path in found if os.access(path, os.X_OK)), default=None)
+
+
+def packages(required: Sequence[str]) -> tuple[dict[str, str | None], list[str]]:
+    """Versions of required packages (as in a wheel's metadata), and what is missing or too old."""
+    from packaging.requirements import Requirement
+
+    versions: dict[str, str | None] = {}
+    wrong = []
+    for line in required:
+        requirement = Requirement(line)
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        name = requirement.name
+        try:
+            versions[name] = version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+            wrong.append(f"{name} is not installed; pip install '{line}'")
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            wrong.append(f"{name} is {version}; pip install '{line}'")
+    return versions, wrong
+
+
+def gpus() -> tuple[list[dict[str, Any]], list[str], list[str]]:
+    """The CUDA devices of this process, what is wrong with them, and what is worth telling."""
+    import torch
+
+    from attnscope.bench.devices import current_device
+    from attnscope.bench.nvml import Nvml
+
+    driver = Path("/proc/driver/nvidia/version").exists()
+    if torch.version.cuda is None:
+        told = f"this torch ({torch.__version__}) has no CUDA"
+        remedy = "; to use the GPU, install a torch with CUDA" if driver else ""
+        return [], [], [f"no GPU: {told}{remedy}"]
+    if not torch.cuda.is_available():
+        if not driver:
+            return [], [], ["no GPU: no NVIDIA driver on this machine"]
+        return [], ["an NVIDIA driver is there, but torch finds no GPU: driver too old?"], []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        props = torch.cuda.get_device_properties(device)
+        card, unknown = current_device(index)
+        nvml = Nvml(device)
+        found.append(
+            {
+                "index": index,
+                "name": props.name,
+                "capability": f"{props.major}.{props.minor}",
+                "sms": props.multi_processor_count,
+                "memory_gib": round(props.total_memory / 2**30, 1),
+                "l2_mib": props.L2_cache_size / 2**20,
+                "peaks_of": card.name if card else f"none: {unknown}",
+                **nvml.constants(),
+                **nvml.read(),
+            }
+        )
+    return found, [], []
+
+
+def impls(on_gpu: bool) -> list[dict[str, str | None]]:
+    """Every impl, and why it does not run here (None: it runs), asked with a small workload."""
+    import torch
+
+    from attnscope.bench.impls import IMPLS
+    from attnscope.bench.workloads import Workload
+
+    device = torch.device("cuda" if on_gpu else "cpu")
+    dtype = "bfloat16" if on_gpu else "float32"
+    work = Workload.of(head_dim=64, heads=2, seqlen=128, dtype=dtype)
+    return [
+        {"name": impl.name, "about": impl.about, "missing": impl.cannot(work, device)}
+        for impl in IMPLS.values()
+    ]
+
+
+def counters() -> str:
+    """Whether this process may read the GPU's hardware counters, as ncu must."""
+    try:
+        admin_only = re.search(r"RmProfilingAdminOnly: (\d)", NVIDIA_PARAMS.read_text())
+    except OSError:
+        return "no NVIDIA driver on this machine"
+    if admin_only is None:
+        return f"unknown: {NVIDIA_PARAMS} has no RmProfilingAdminOnly"
+    if admin_only[1] == "0":
+        return "allowed for every user"
+    if _has_capability(CAP_SYS_ADMIN):
+        return "allowed: for CAP_SYS_ADMIN alone, which this process has"
+    return (
+        "not allowed: for CAP_SYS_ADMIN alone (RmProfilingAdminOnly: 1); run as root, in a "
+        "container with --cap-add SYS_ADMIN, or set the option "
+        "NVreg_RestrictProfilingToAdminUsers=0 of the kernel module nvidia"
+    )
+
+
+def _has_capability(bit: int) -> bool:
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return False
+    effective = re.search(r"CapEff:\s*([0-9a-f]+)", status)
+    return bool(effective and int(effective[1], 16) >> bit & 1)
+
+
+def examine() -> dict[str, Any]:
+    """Everything `attnscope env` shows. `broken` lists what the package needs and does not have."""
+    import torch
+
+    devices, broken, notes = gpus()
+    try:
+        versions, bad = packages(importlib.metadata.requires("attnscope") or [])
+    except importlib.metadata.PackageNotFoundError:
+        versions, bad = {}, []
+        notes.append("attnscope runs from a folder, not installed: its requirements are unchecked")
+    broken += bad
+    libraries = library_status()
+    if devices and libraries["_C_cuda"] != "loaded":
+        broken.append(f"a GPU is there, but the CUDA kernels are {libraries['_C_cuda']}; {REBUILD}")
+    return {
+        "attnscope": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch_cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "threads": torch.get_num_threads(),
+        "packages": versions,
+        "libraries": libraries,
+        "gpus": devices,
+        "impls": impls(bool(devices)),
+        "tools": [asdict(find_tool(name)) for name in TOOLS],
+        "counters": counters(),
+        "notes": notes,
+        "broken": broken,
+    }
+
+
+def env_command(
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Show what is installed, which impls run, what is missing and how to get it.
+
+    Exit code 1 where something that the package needs is missing or broken.
+    """
+    found = examine()
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        _print(found)
+    if found["broken"]:
+        raise typer.Exit(1)
+
+
+def _print(found: dict[str, Any]) -> None:
+    from attnscope.bench.show import console, say
+
+    say(f"attnscope {found['attnscope']}, Python {found['python']}, {found['platform']}")
+    cuda = (
+        f"CUDA {found['torch_cuda']}, cuDNN {found['cudnn']}" if found["torch_cuda"] else "no CUDA"
+    )
+    say(f"torch is built with {cuda}; {found['threads']} CPU threads")
+    say(", ".join(f"{name} {version or 'missing'}" for name, version in found["packages"].items()))
+    for name, status in found["libraries"].items():
+        say(f"library {name}: {status}")
+    for gpu in found["gpus"]:
+        say(", ".join(f"{key} {value}" for key, value in gpu.items() if value is not None))
+    for note in found["notes"]:
+        say(note)
+    lines = [(i["name"], i["missing"] or "runs", i["about"]) for i in found["impls"]]
+    console().print(_table("impls", lines))
+    tools = [(t["name"], t["missing"] or t["version"], t["path"] or "") for t in found["tools"]]
+    console().print(_table("tools", tools))
+    say(f"hardware counters (ncu): {found['counters']}")
+    for line in found["broken"]:
+        say(f"broken: {line}", "red")
+
+
+def _table(title: str, lines: Sequence[tuple[str, str, str]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", show_header=False)
+    for column in range(3):
+        table.add_column(overflow="fold", no_wrap=column == 0)
+    for name, state, more in lines:
+        table.add_row(name, escape(state), f"[dim]{escape(more)}[/]")
+    return table
