@@ -1,4 +1,4 @@
-"""The bench on a GPU: known durations, caches, backends proved by their kernels, failures as rows."""
+"""The bench on a GPU: known durations, cache modes, backends proved, failures as rows."""
 
 import subprocess
 import sys

@@ -158,7 +158,8 @@ def _sdpa(backend_name: str) -> Callable[[Workload, Inputs], Call]:
             except RuntimeError as error:
                 if not re.search("No (available kernel|viable backend)", str(error)):
                     raise
-                why = "; ".join(str(w.message).split(" (Triggered")[0] for w in said)
+                texts = [str(w.message).split(" (Triggered")[0] for w in said]
+                why = "; ".join(text for text in texts if not text.endswith("because:"))
                 raise Unsupported(f"SDPA: {why or str(error).splitlines()[0]}") from None
         return call
 

@@ -60,7 +60,7 @@ def _kernels(call: Callable[[], Any], device: torch.device) -> list[str]:
         event
         for event in profiler.events() or ()
         if event.device_type == DeviceType.CUDA
-        and not event.is_user_annotation
+        and not getattr(event, "is_user_annotation", False)
         and not event.name.startswith(("Memcpy", "Memset"))
     ]
     events.sort(key=lambda event: event.time_range.start)

@@ -181,11 +181,12 @@ def environment(device: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     from attnscope import __version__
     from attnscope._load import library_status
 
+    changed = _git("status", "--porcelain", "--untracked-files=no")
     env: dict[str, Any] = {
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "attnscope": __version__,
         "git_sha": _git("rev-parse", "HEAD"),
-        "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "git_dirty": None if changed is None else changed != "",
         "libraries": library_status(),
         "device": device.type,
         "gpu": None,
