@@ -125,6 +125,7 @@ def test_a_backend_that_refuses_is_a_reason():
 
 KERNELS = {
     "cuda-sm80": "void attnscope::sm80::forward_kernel<attnscope::sm80::Config<__half, 64> >(...)",
+    "triton": "attnscope_triton_forward_bf16_d64_dv64_causal_or_right",
     "sdpa-flash": "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<128,"
     " 128, 64, 4, false, false, cutlass::bfloat16_t> >(pytorch_flash::Flash_fwd_params)",
     "sdpa-efficient": "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::"
