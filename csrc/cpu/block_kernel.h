@@ -3,7 +3,8 @@
 // Queries lie in the vector lanes: scores [key][query] = K Q^T and out [dim][query] = V^T P are the
 // same product, of a matrix read element by element where the caller left it and one read by
 // vectors, and maximum, exponential and sum of the softmax need no step across lanes.
-// Scores are kept in units of log2, so that the exponential is exp2.
+// Scores stay as the product gives them; only their distance from the maximum is scaled, since
+// scaling large scores first would round away what tells them apart.
 #pragma once
 
 #include "attn/params.h"
@@ -14,8 +15,8 @@
 namespace attnscope::cpu::ATTNSCOPE_ISA {
 namespace {
 
-constexpr double kLog2E = 1.4426950408889634;
-constexpr double kLn2 = 0.6931471805599453;
+// Longest chain of additions: partial sums of this length are added up, which rounds less.
+constexpr int64_t kSumLength = 64;
 // Rows of the accumulator that stays in registers; divides every head dim.
 template <int kVectors>
 constexpr int kTileRows = kVectors == 1 ? 8 : 4;
@@ -42,19 +43,16 @@ Tile<T> load_tile(const Element* rows, int64_t stride, int64_t count, int64_t di
   }
 }
 
-// c[r][:] = c[r][:] * scale[:] + sum over steps of a(r, step) * b[step][:], from zero where scale
-// is null, for kRows rows and kVectors vectors of columns; a(r, step) = a[r * a_row + step *
-// a_step]. kGuarded: where b is 0, a counts as 0 too, be it infinite or NaN.
+// What becomes of the product: c = product, c += product, c = c * rescale + product.
+enum class Store { kSet, kAdd, kRescale };
+
+// The product sum over steps of a(r, step) * b[step][:], for kRows rows and kVectors vectors of
+// columns; a(r, step) = a[r * a_row + step * a_step].
+// kGuarded: where b is 0, a counts as 0 too, be it infinite or NaN.
 template <class T, int kRows, int kVectors, bool kGuarded>
 inline void multiply_tile(const T* a, int64_t a_row, int64_t a_step, const T* b, int64_t steps,
-                          int64_t columns, const T* scale, T* c) {
-  Vec<T> acc[kRows][kVectors];
-  for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVectors; ++v) {
-      const int64_t at = r * columns + v * kLanes<T>;
-      acc[r][v] = scale ? load(c + at) * load(scale + v * kLanes<T>) : Vec<T>{};
-    }
-  }
+                          int64_t columns, Store how, const T* rescale, T* c) {
+  Vec<T> acc[kRows][kVectors] = {};
   for (int64_t step = 0; step < steps; ++step) {
     for (int v = 0; v < kVectors; ++v) {
       const Vec<T> factor = load(b + step * columns + v * kLanes<T>);
@@ -69,24 +67,29 @@ inline void multiply_tile(const T* a, int64_t a_row, int64_t a_step, const T* b,
     }
   }
   for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVectors; ++v) store(c + r * columns + v * kLanes<T>, acc[r][v]);
+    for (int v = 0; v < kVectors; ++v) {
+      T* at = c + r * columns + v * kLanes<T>;
+      if (how == Store::kAdd) acc[r][v] += load<T>(at);
+      if (how == Store::kRescale) acc[r][v] += load<T>(at) * load(rescale + v * kLanes<T>);
+      store(at, acc[r][v]);
+    }
   }
 }
 
 template <class T, int kVectors, bool kGuarded = false>
 void multiply(const T* a, int64_t a_row, int64_t a_step, int64_t rows, const T* b, int64_t steps,
-              int64_t columns, const T* scale, T* c) {
+              int64_t columns, Store how, const T* rescale, T* c) {
+  constexpr int kRows = kTileRows<kVectors>;
   for (int64_t col = 0; col < columns; col += kVectors * kLanes<T>) {
-    const T* column_scale = scale ? scale + col : nullptr;
+    const T* factors = rescale + col;
     int64_t r = 0;
-    for (; r + kTileRows<kVectors> <= rows; r += kTileRows<kVectors>) {
-      multiply_tile<T, kTileRows<kVectors>, kVectors, kGuarded>(
-          a + r * a_row, a_row, a_step, b + col, steps, columns, column_scale,
-          c + r * columns + col);
+    for (; r + kRows <= rows; r += kRows) {
+      multiply_tile<T, kRows, kVectors, kGuarded>(a + r * a_row, a_row, a_step, b + col, steps,
+                                                  columns, how, factors, c + r * columns + col);
     }
     for (; r < rows; ++r) {
       multiply_tile<T, 1, kVectors, kGuarded>(a + r * a_row, a_row, a_step, b + col, steps, columns,
-                                              column_scale, c + r * columns + col);
+                                              how, factors, c + r * columns + col);
     }
   }
 }
@@ -122,11 +125,26 @@ void mask(T* scores, int64_t first_key, int64_t keys, int64_t columns, const Vis
 }
 
 template <class T>
-void cap(T* scores, int64_t count, T size) {
-  for (int64_t i = 0; i < count; i += kLanes<T>) store(scores + i, size * tanh(load(scores + i)));
+void cap(T* scores, int64_t count, T scale, T size) {
+  for (int64_t i = 0; i < count; i += kLanes<T>) {
+    store(scores + i, size * tanh(load(scores + i) * scale));
+  }
 }
 
-// The state of every query of the block, in units of log2.
+// How scores as the tile product and cap leave them become exponents, and what makes that true of
+// any scale: the factor is above 0, so that the greatest score has the greatest exponent.
+struct ScoreScale {
+  double query;   // of the queries: 1, or the sign of the scale
+  double factor;  // natural exponent = score * factor
+};
+
+ScoreScale score_scale(const ForwardParams& p) {
+  if (p.softcap > 0) return {1, 1};
+  if (p.scale == 0) return {0, 1};
+  return {p.scale > 0 ? 1.0 : -1.0, std::fabs(p.scale)};
+}
+
+// The state of every query of the block.
 template <class T>
 struct RowState {
   T* maximum;
@@ -134,9 +152,9 @@ struct RowState {
   T* rescale;  // what this step's new maximum makes of older sums
 };
 
-// scores -> probabilities relative to the running maximum.
+// scores -> probabilities relative to the running maximum: e^((score - maximum) * factor).
 template <class T, int kVectors>
-void softmax(T* scores, int64_t keys, int64_t columns, const RowState<T>& state) {
+void softmax(T* scores, int64_t keys, int64_t columns, T factor, const RowState<T>& state) {
   for (int64_t col = 0; col < columns; col += kVectors * kLanes<T>) {
     Vec<T> before[kVectors], maximum[kVectors], base[kVectors], sum[kVectors];
     for (int v = 0; v < kVectors; ++v) {
@@ -152,7 +170,7 @@ void softmax(T* scores, int64_t keys, int64_t columns, const RowState<T>& state)
       const int64_t at = col + v * kLanes<T>;
       // No key seen yet: any finite base does, -infinity would give NaN.
       base[v] = maximum[v] == static_cast<T>(-HUGE_VAL) ? Vec<T>{} : maximum[v];
-      const Vec<T> rescale = exp2(before[v] - base[v]);
+      const Vec<T> rescale = exp((before[v] - base[v]) * factor);
       sum[v] = load(state.sum + at) * rescale;
       store(state.rescale + at, rescale);
       store(state.maximum + at, maximum[v]);
@@ -160,7 +178,7 @@ void softmax(T* scores, int64_t keys, int64_t columns, const RowState<T>& state)
     for (int64_t j = 0; j < keys; ++j) {
       for (int v = 0; v < kVectors; ++v) {
         T* at = scores + j * columns + col + v * kLanes<T>;
-        const Vec<T> probability = exp2(load<T>(at) - base[v]);
+        const Vec<T> probability = exp((load<T>(at) - base[v]) * factor);
         sum[v] += probability;
         store(at, probability);
       }
@@ -171,7 +189,7 @@ void softmax(T* scores, int64_t keys, int64_t columns, const RowState<T>& state)
 
 template <class T, class Element>
 void store_rows(const ForwardParams& p, const QueryBlock& block, const T* acc, int64_t columns,
-                const RowState<T>& state) {
+                double factor, const RowState<T>& state) {
   Element* out = static_cast<Element*>(p.out) + block.batch * p.out_stride.batch +
                  block.head * p.out_stride.head;
   float* lse = p.lse + block.batch * p.lse_batch_stride + block.head * p.lse_head_stride;
@@ -182,7 +200,7 @@ void store_rows(const ForwardParams& p, const QueryBlock& block, const T* acc, i
     for (int64_t d = 0; d < p.head_dim_v; ++d) {
       from_compute(acc[d * columns + i] * inverse, out + row * p.out_stride.row + d);
     }
-    lse[row] = static_cast<float>(static_cast<T>(kLn2) * (state.maximum[i] + std::log2(sum)));
+    lse[row] = static_cast<float>(state.maximum[i] * factor + ::log(static_cast<double>(sum)));
   }
 }
 
@@ -205,12 +223,12 @@ void forward_columns(const ForwardParams& p, const QueryBlock& block, int64_t co
   const auto* v = static_cast<const Element*>(p.v) + block.batch * p.v_stride.batch +
                   head_kv * p.v_stride.head + block.k_begin * p.v_stride.row;
 
-  const bool capped = p.softcap > 0;
-  const T factor = static_cast<T>(capped ? p.scale / p.softcap : p.scale * kLog2E);
+  const ScoreScale scale = score_scale(p);
   for (int64_t i = 0; i < columns; ++i) {
     for (int64_t d = 0; d < head_dim; ++d) {
       queries[d * columns + i] =
-          i < block.rows ? static_cast<T>(to_compute(q[i * p.q_stride.row + d])) * factor : T{0};
+          i < block.rows ? to_compute(q[i * p.q_stride.row + d]) * static_cast<T>(scale.query)
+                         : T{0};
     }
     state.maximum[i] = static_cast<T>(-HUGE_VAL);
     state.sum[i] = 0;
@@ -228,16 +246,21 @@ void forward_columns(const ForwardParams& p, const QueryBlock& block, int64_t co
     const Tile<T> v_tile =
         load_tile<T>(v + key * p.v_stride.row, p.v_stride.row, keys, head_dim_v, v_copy);
 
-    multiply<T, kVectors>(k_tile.data, k_tile.stride, 1, keys, queries, head_dim, columns, nullptr,
-                          scores);
-    if (capped) cap(scores, keys * columns, static_cast<T>(p.softcap * kLog2E));
+    for (int64_t d = 0; d < head_dim; d += kSumLength) {
+      multiply<T, kVectors>(k_tile.data + d, k_tile.stride, 1, keys, queries + d * columns,
+                            min(kSumLength, head_dim - d), columns,
+                            d == 0 ? Store::kSet : Store::kAdd, state.rescale, scores);
+    }
+    if (p.softcap > 0) {
+      cap(scores, keys * columns, static_cast<T>(p.scale / p.softcap), static_cast<T>(p.softcap));
+    }
     if (masked) mask(scores, key, keys, columns, visible);
-    softmax<T, kVectors>(scores, keys, columns, state);
+    softmax<T, kVectors>(scores, keys, columns, static_cast<T>(scale.factor), state);
     const auto accumulate = masked ? multiply<T, kVectors, true> : multiply<T, kVectors, false>;
-    accumulate(v_tile.data, 1, v_tile.stride, head_dim_v, scores, keys, columns, state.rescale,
-               acc);
+    accumulate(v_tile.data, 1, v_tile.stride, head_dim_v, scores, keys, columns, Store::kRescale,
+               state.rescale, acc);
   }
-  store_rows<T, Element>(p, block, acc, columns, state);
+  store_rows<T, Element>(p, block, acc, columns, scale.factor, state);
 }
 
 template <class T, class Element>

@@ -49,19 +49,22 @@ inline Vec<T> broadcast(T x) {
   return x - Vec<T>{};  // not x + 0: that would turn -0 into 0
 }
 
-// 2^x for x <= 100: minimax polynomial of degree 6 on [-1/2, 1/2], error below 1.1 ulp; results
-// under the smallest normal number are 0. NaN stays NaN.
-inline Vec<float> exp2(Vec<float> x) {
-  const Vec<float> least = broadcast(-126.0f);
+// e^x for x <= 80: minimax polynomial of degree 6 on [-ln 2 / 2, ln 2 / 2], error below 1.5 ulp;
+// results under the smallest normal number are 0. NaN stays NaN.
+inline Vec<float> exp(Vec<float> x) {
+  const Vec<float> least = broadcast(-87.33654f);
   const Vec<float> magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const Vec<float> shifted = (x < least ? least : x) + magic;
-  const Vec<float> f = x - (shifted - magic);
-  Vec<float> p = broadcast(1.534581216e-4f);
-  p = p * f + 1.339993118e-3f;
-  p = p * f + 9.618488956e-3f;
-  p = p * f + 5.550328777e-2f;
-  p = p * f + 2.402264689e-1f;
-  p = p * f + 6.931472057e-1f;
+  const Vec<float> bounded = x < least ? least : x;
+  const Vec<float> shifted = bounded * 1.442695041f + magic;
+  const Vec<float> n = shifted - magic;
+  // ln 2 in two parts: the first has few enough bits that n times it is exact.
+  const Vec<float> f = (bounded - n * 0.693145751953125f) - n * 1.428606820e-6f;
+  Vec<float> p = broadcast(1.383684614e-3f);
+  p = p * f + 8.374815778e-3f;
+  p = p * f + 4.166822557e-2f;
+  p = p * f + 1.666642017e-1f;
+  p = p * f + 4.999999208e-1f;
+  p = p * f + 1.000000036f;
   p = p * f + 1.0f;
   Simd<float>::IntVec exponent;
   std::memcpy(&exponent, &shifted, sizeof exponent);
@@ -71,8 +74,8 @@ inline Vec<float> exp2(Vec<float> x) {
   return x < least ? Vec<float>{} : p * power;
 }
 
-inline Vec<double> exp2(Vec<double> x) {
-  for (int i = 0; i < kLanes<double>; ++i) x[i] = ::exp2(x[i]);
+inline Vec<double> exp(Vec<double> x) {
+  for (int i = 0; i < kLanes<double>; ++i) x[i] = ::exp(x[i]);
   return x;
 }
 
@@ -81,7 +84,7 @@ inline Vec<float> tanh(Vec<float> x) {
   const Vec<float> limit = broadcast(10.0f);  // tanh is 1 from 9.02 on
   const Vec<float> size = x < 0.0f ? -x : x;
   const Vec<float> capped = size > limit ? limit : size;
-  const Vec<float> large = 1.0f - 2.0f / (exp2(capped * 2.885390082f) + 1.0f);
+  const Vec<float> large = 1.0f - 2.0f / (exp(2.0f * capped) + 1.0f);
   const Vec<float> z = x * x;
   Vec<float> p = broadcast(1.725699421e-2f);
   p = p * z - 5.305295209e-2f;
