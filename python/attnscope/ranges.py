@@ -13,11 +13,13 @@ from typing import Any
 DOMAIN = "attnscope"
 FORWARD = "attnscope::forward"
 COPY = "attnscope::copy"
+TRITON_FORWARD = "attnscope_triton::forward"
 WARMUP = "warmup"
 MEASURE = "measure"
 CHECK = "check"
 
 OPS = (FORWARD, COPY)
+TRITON_OPS = (TRITON_FORWARD,)
 PHASES = (WARMUP, MEASURE, CHECK)
 
 
@@ -40,8 +42,8 @@ def nvtx_range(name: str) -> Iterator[None]:
     `name` is one of this module's constants: registered strings live as long as the process, so
     anything that varies (a shape, an impl) does not belong in it. Raises ValueError otherwise.
     """
-    if name not in OPS and name not in PHASES:
-        raise ValueError(f"name: {name!r} is no range of this project; one of {OPS + PHASES}")
+    if name not in (known := OPS + TRITON_OPS + PHASES):
+        raise ValueError(f"name: {name!r} is no range of this project; one of {known}")
     _domain().push_range(_attributes(name))
     try:
         yield
