@@ -54,7 +54,7 @@ def rows_of(tmp_path: Path, *impls: Impl, **more) -> list[dict]:
 
 def test_a_good_row_says_all(tmp_path):
     (row,) = rows_of(tmp_path, GOOD)
-    assert row["status"] == "ok" and row["reason"] is None
+    assert row["status"] == "ok" and row["reason"] == "pct_peak: no peak is known for CPUs"
     assert len(row["samples_ms"]) == 5
     assert row["p20_ms"] <= row["median_ms"] <= row["p80_ms"]
     assert (row["timer"], row["l2"]) == ("wall-clock", "warm")
@@ -149,6 +149,7 @@ def test_an_error_while_timing_is_a_row(tmp_path):
 
     bad, good = rows_of(tmp_path, fake("bad", dies), GOOD)
     assert bad["status"] == "failed" and "boom" in bad["reason"] and bad["samples_ms"] is None
+    assert count == 7
     assert good["status"] == "ok"
 
 
@@ -219,7 +220,7 @@ def test_more_than_the_peak_is_wrong_and_has_no_time():
     assert flagged["status"] == "wrong" and flagged["median_ms"] is None
     assert flagged["reason"].startswith("wrong: above the hardware peak: 990 TFLOP/s")
     assert above_peak(row | {"tflops": 494.7}, 989.4, None)["pct_peak"] == pytest.approx(50)
-    assert above_peak(row, None, "unknown card") == row
+    assert above_peak(row, None, "unknown card") == row | {"reason": "pct_peak: unknown card"}
 
 
 def test_a_check_of_every_kind_of_inputs():

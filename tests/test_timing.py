@@ -84,15 +84,16 @@ def test_an_error_ends_its_own_samples_only():
     assert timings["good"].error is None and len(timings["good"].samples_ms) == 10
 
 
-def test_a_fatal_error_ends_everything():
+def test_a_fatal_error_ends_the_timing_of_all():
     def fatal() -> None:
         raise RuntimeError("illegal address")
 
     ran: list[None] = []
     calls = {"first": [lambda: ran.append(None)], "fatal": [fatal], "last": [lambda: 1 / 0]}
     timings = time_interleaved(calls, WallClock(), WARM, is_fatal=lambda error: True)
-    assert all(str(timing.error) == "illegal address" for timing in timings.values())
-    assert len(ran) == WARM.warmup
+    assert str(timings["fatal"].error) == "illegal address"
+    assert timings["first"].error is None and timings["last"].error is None
+    assert len(ran) == WARM.warmup and timings["first"].samples_ms == []
 
 
 def test_a_cpu_run_is_warm_and_by_wall_clock():

@@ -80,8 +80,8 @@ def bench_command(
     time_budget: Annotated[
         float | None,
         typer.Option(
-            help="Seconds of timing for each workload, all impls together, 10 to 50 samples of each."
-            " Left out: 2 on a GPU, 1 on a CPU."
+            help="Seconds of timing for each workload, all impls together (10 to 50 samples of"
+            " each). Left out: 2 on a GPU, 1 on a CPU."
         ),
     ] = None,
     seed: Seed = 0,

@@ -100,7 +100,7 @@ class Impl:
     def unproved(self, names: Sequence[str], device_type: str) -> str | None:
         """Why the names seen in one call do not prove that this impl ran; None if they do."""
         if not names:
-            return "no kernel was seen in a profiled call"
+            return "no kernel was seen in a profiled call (is another profiler attached?)"
         seen = ", ".join(names)
         if not any(re.search(self.ran[device_type], name) for name in names):
             return f"{self.name} ran {seen}; expected one that matches /{self.ran[device_type]}/"

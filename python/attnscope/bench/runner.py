@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -58,8 +58,9 @@ def run_sweep(
         torch.cuda.set_device(device)
     sweep = _Sweep(device, settings, baseline)
     lost: str | None = None
+    finished = results.finished()
     for work in works:
-        todo = [impl for impl in impls if (work.id, impl.name) not in results.finished()]
+        todo = [impl for impl in impls if (work.id, impl.name) not in finished]
         if not todo:
             progress(work, [])
             continue
@@ -85,6 +86,7 @@ class _Candidate:
     calls: Sequence[Call] = ()
     kernels: list[str] | None = None
     verdict: numerics.Verdict | None = None
+    timing: Timing = field(default_factory=Timing)
 
 
 class _Sweep:
@@ -107,12 +109,19 @@ class _Sweep:
         self._each(work, candidates, self._build([]))
         self._each(work, candidates, self._check)
         self._each(work, candidates, self._prove)
-        timings = self._time(candidates)
-        self._each(work, candidates, self._check)
-        rows = self._rows(work, candidates, timings)
+        timings, readings = self._time(candidates)
         for candidate in candidates:
+            if candidate.row is None:
+                candidate.timing = timings[candidate.impl.name]
+        self._each(work, candidates, self._raise_timing_error)
+        self._each(work, candidates, self._check)
+        for candidate in candidates:
+            if candidate.row is None:
+                candidate.row = self._timed_row(work, candidate, readings)
             candidate.calls = ()
         self._free()
+        rows = [candidate.row or {} for candidate in candidates]
+        self._add_ratios(rows)
         return rows[: len(todo)]
 
     def _each(
@@ -149,11 +158,11 @@ class _Sweep:
 
     def _check(self, work: Workload, candidate: _Candidate) -> None:
         """The gate: judges the very call that is timed; its inputs are those of the seed."""
-        timed = candidate.kernels is not None
         verdict = judge(work, lambda *_: candidate.calls[0](), self._settings.seed, self._device)
         candidate.verdict = verdict
         if not verdict.passed:
-            reason = f"{'after it was timed: ' if timed else ''}{verdict.reason}"
+            when = "after it was timed: " if candidate.timing.samples_ms else ""
+            reason = f"{when}{verdict.reason}"
             candidate.row = _row(work, candidate.impl, "wrong", reason) | _errors(verdict)
 
     def _prove(self, work: Workload, candidate: _Candidate) -> None:
@@ -162,34 +171,23 @@ class _Sweep:
             candidate.row = _row(work, candidate.impl, "failed", reason)
             candidate.row["kernels"] = candidate.kernels
 
-    def _time(self, candidates: Sequence[_Candidate]) -> dict[str, Timing]:
+    def _time(self, candidates: Sequence[_Candidate]) -> tuple[dict[str, Timing], Row]:
         racing = {c.impl.name: c.calls for c in candidates if c.row is None}
         before = self._nvml.read()
         timings = time_interleaved(racing, self._timer, self._settings, self._is_fatal)
-        self._readings = {"before": before, "after": self._nvml.read()}
-        return timings
+        return timings, {"before": before, "after": self._nvml.read()}
 
-    def _rows(
-        self, work: Workload, candidates: Sequence[_Candidate], timings: dict[str, Timing]
-    ) -> list[Row]:
-        for candidate in candidates:
-            timing = timings.get(candidate.impl.name)
-            if candidate.row is not None or timing is None:
-                continue
-            if timing.error is not None:
-                self._must_live(work, candidate.impl, timing.error)
-                candidate.row = _row(work, candidate.impl, "failed", explain(timing.error))
-            else:
-                candidate.row = self._timed_row(work, candidate, timing)
-        rows = [candidate.row or {} for candidate in candidates]
-        self._add_ratios(rows)
-        return rows
+    def _raise_timing_error(self, work: Workload, candidate: _Candidate) -> None:
+        if candidate.timing.error is not None:
+            raise candidate.timing.error
 
-    def _timed_row(self, work: Workload, candidate: _Candidate, timing: Timing) -> Row:
+    def _timed_row(self, work: Workload, candidate: _Candidate, readings: Row) -> Row:
+        timing = candidate.timing
         flops, rule = work.flops_reported()
         p20, median, p80 = (float(p) for p in np.percentile(timing.samples_ms, (20, 50, 80)))
-        row = _row(work, candidate.impl, "ok", None)
-        row |= _errors(candidate.verdict)
+        after = readings["after"]
+        throttles = [reading.get("throttle") for reading in readings.values()]
+        row = _row(work, candidate.impl, "ok", None) | _errors(candidate.verdict)
         row |= {
             "median_ms": median,
             "p20_ms": p20,
@@ -205,12 +203,10 @@ class _Sweep:
             "tflops": flops / median * 1e-9,
             "gbps": work.bytes() / median * 1e-6,
             "kernels": candidate.kernels,
-            "nvml": self._readings,
+            "nvml": readings,
+            "throttled": None if None in throttles else any(throttles),
         }
-        after = self._readings["after"]
         row |= {key: after.get(key) for key in ("sm_clock_mhz", "power_w", "temperature_c")}
-        throttles = [reading.get("throttle") for reading in self._readings.values()]
-        row["throttled"] = None if None in throttles else any(throttles)
         return above_peak(row, *self._peak(work.dtype))
 
     def _peak(self, dtype: str) -> tuple[float | None, str | None]:
@@ -302,9 +298,12 @@ def explain(error: BaseException) -> str:
 
 
 def above_peak(row: Row, peak: float | None, unknown: str | None) -> Row:
-    """Set the row's share of the peak; a row above it is wrong and loses its times."""
+    """Set the row's share of the peak; a row above it is wrong and loses its times.
+
+    Without a known peak the share stays null, and the reason says why.
+    """
     if peak is None:
-        return row
+        return row | {"reason": f"pct_peak: {unknown}"}
     share = row["tflops"] / peak
     if share <= 1.0:
         return row | {"pct_peak": 100.0 * share}

@@ -182,8 +182,8 @@ def time_interleaved(
 ) -> dict[str, Timing]:
     """Time each name's calls (one, or several to rotate), all names in turn in random order.
 
-    A call that raises ends its own samples and nobody else's; `is_fatal` says after which error
-    nothing can run any more: all that are left then get it too.
+    A call that raises ends its own samples and nobody else's, except that after an error which
+    `is_fatal` (nothing can run any more) the timing of all ends there.
     """
     rng = random.Random(settings.seed)
     timings = {name: Timing() for name in calls}
@@ -193,10 +193,10 @@ def time_interleaved(
         try:
             step(name, *arguments)
         except Exception as error:
-            ended = list(active) if is_fatal(error) else [name]
-            for other in ended:
-                timings[other].error = error
-                active.remove(other)
+            timings[name].error = error
+            active.remove(name)
+            if is_fatal(error):
+                active.clear()
 
     def warm_up(name: str) -> None:
         for call in calls[name]:
