@@ -72,9 +72,10 @@ template <>
 struct WgmmaRegister<{element}, {columns}> {{
   static __device__ __forceinline__ void mma(float (&d)[{n}], const uint32_t* a, uint64_t b) {{
     asm volatile(
+        "{{\\n.reg .pred p;\\nsetp.ne.b32 p, 1, 0;\\n"
         "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{ptx}.{ptx} {{"
         "{operands(0, n)}}}, "
-        "{{%{n}, %{n + 1}, %{n + 2}, %{n + 3}}}, %{n + 4}, 1, 1, 1, 1;\\n"
+        "{{%{n}, %{n + 1}, %{n + 2}, %{n + 3}}}, %{n + 4}, p, 1, 1, 1;\\n}}\\n"
         : {registers(n)}
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
   }}

@@ -1,0 +1,115 @@
+#include "kernels/sm90_forward/launch.h"
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <climits>
+
+#include "kernels/sm90_forward/kernel.cuh"
+
+namespace attnscope::sm90 {
+namespace {
+
+// The driver's encoder, without linking libcuda.
+decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
+  static const auto encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                                               cudaEnableDefault, &result);
+    const bool found = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
+    return found ? reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function) : nullptr;
+  }();
+  return encode;
+}
+
+// [batch, heads, rows, dim] by any strides; boxes of `box_rows` rows of 64 elements, swizzled.
+bool encode_map(CUtensorMap* map, DType dtype, const void* data, const Strides& s, int64_t batch, int64_t heads,
+                int64_t rows, int64_t dim, int box_rows) {
+  const auto type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  // A dimension of one may have any stride; the encoder wants multiples of 16 bytes.
+  const auto bytes = [](int64_t size, int64_t stride) { return static_cast<cuuint64_t>(size > 1 ? 2 * stride : 16); };
+  const cuuint64_t sizes[4] = {static_cast<cuuint64_t>(dim), static_cast<cuuint64_t>(rows),
+                               static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(batch)};
+  const cuuint64_t strides[3] = {bytes(rows, s.row), bytes(heads, s.head), bytes(batch, s.batch)};
+  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_rows), 1, 1};
+  const cuuint32_t steps[4] = {1, 1, 1, 1};
+  return tensor_map_encoder()(map, type, 4, const_cast<void*>(data), sizes, strides, box, steps,
+                              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+int multiprocessors() {
+  int device = 0, count = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count;
+}
+
+template <class Config>
+cudaError_t launch(const ForwardParams& p, cudaStream_t stream) {
+  ForwardArguments a{};
+  a.params = p;
+  a.scores = score_scales(p);
+  a.longest_first = p.window_right >= 0 && p.window_left < 0;
+  const int m_blocks = (p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
+  const int64_t kv_bytes = int64_t{p.seqlen_k} * (p.head_dim + p.head_dim_v) * sizeof(typename Config::Element);
+  a.order = tile_order(m_blocks, p.batch, p.heads_q, p.heads_kv, kv_bytes, a.longest_first);
+  if (a.order.tiles() > INT_MAX / 2) return cudaErrorInvalidConfiguration;
+  a.tiles = static_cast<int>(a.order.tiles());
+  a.packed = p.packed();
+  if (p.total_q == 0 || p.heads_q == 0) return cudaSuccess;
+
+  const int64_t batch = p.packed() ? 1 : p.batch;
+  const int64_t rows_q = p.packed() ? p.total_q : p.seqlen_q, rows_k = p.packed() ? p.total_k : p.seqlen_k;
+  if (p.total_k > 0 &&
+      !(encode_map(&a.maps.q, p.dtype, p.q, p.q_stride, batch, p.heads_q, rows_q, p.head_dim, Config::kBlockM) &&
+        encode_map(&a.maps.k, p.dtype, p.k, p.k_stride, batch, p.heads_kv, rows_k, p.head_dim, Config::kBlockN) &&
+        encode_map(&a.maps.v, p.dtype, p.v, p.v_stride, batch, p.heads_kv, rows_k, p.head_dim_v, Config::kBlockN))) {
+    return cudaErrorInvalidValue;
+  }
+
+  constexpr int kSharedBytes = sizeof(ForwardShared<Config>);
+  static_assert(kSharedBytes <= 232448, "shared memory of a block");
+  const auto kernel = forward_kernel<Config>;
+  if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+      error != cudaSuccess) {
+    return error;
+  }
+  const int blocks = std::clamp(a.tiles, 1, multiprocessors());
+  kernel<<<blocks, Config::kThreads, kSharedBytes, stream>>>(a);
+  return cudaGetLastError();
+}
+
+template <class Element>
+cudaError_t launch_head_dim(const ForwardParams& p, cudaStream_t stream) {
+  const int head_dim = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
+  switch (forward_tile(head_dim).head_dim) {
+    case 64:
+      return launch<ForwardConfig<Element, 64>>(p, stream);
+    case 128:
+      return launch<ForwardConfig<Element, 128>>(p, stream);
+    case 256:
+      return launch<ForwardConfig<Element, 256>>(p, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace
+
+const char* unsupported_forward(const ForwardParams& p) {
+  if (tensor_map_encoder() == nullptr) return "the driver has no cuTensorMapEncodeTiled";
+  return nullptr;
+}
+
+const char* launch_forward(const ForwardParams& p, void* stream) {
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  const cudaError_t error = p.dtype == DType::kBFloat16 ? launch_head_dim<__nv_bfloat16>(p, cuda_stream)
+                                                        : launch_head_dim<__half>(p, cuda_stream);
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+}  // namespace attnscope::sm90

@@ -1,0 +1,34 @@
+// Barriers among some of a block's warps, fences between proxies, register reallocation.
+#pragma once
+
+#include <cstdint>
+
+namespace attnscope::ptx {
+
+// Named barriers. PTX ISA 9.7.13.1.
+__device__ __forceinline__ void barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Orders this thread's ordinary writes to shared memory before later reads of them by the tensor
+// cores and the copy engine. PTX ISA 9.7.13.4, sm_90.
+__device__ __forceinline__ void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Moves registers between warpgroups; every warp of the warpgroup executes it. PTX ISA 9.7.19.5.
+template <int kRegisters>
+__device__ __forceinline__ void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+}  // namespace attnscope::ptx

@@ -1,0 +1,29 @@
+// Tensor copies by the copy engine. PTX ISA 9.7.9.27, sm_90.
+#pragma once
+
+#include <cstdint>
+
+namespace attnscope::ptx {
+
+// L2 eviction policies as the copy engine takes them: the encodings createpolicy gives for the
+// whole access.
+enum class CachePolicy : uint64_t {
+  kEvictFirst = 0x12F0000000000000,
+  kEvictLast = 0x14F0000000000000,
+};
+
+__device__ __forceinline__ void prefetch_tensor_map(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// A box at coordinates (x, y, z, w), innermost first; its bytes are counted on `barrier`.
+__device__ __forceinline__ void tma_load_4d(uint32_t shared, const void* map, uint32_t barrier,
+                                            CachePolicy policy, int x, int y, int z, int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "l"(static_cast<uint64_t>(policy))
+      : "memory");
+}
+
+}  // namespace attnscope::ptx
