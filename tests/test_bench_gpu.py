@@ -190,7 +190,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("name", [name for name in IMPLS if name != "cpu"])
+COMPILED = ("fa4", "flex")  # at every new shape, for seconds
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.slow] if name in COMPILED else [])
+    for name in IMPLS
+    if name != "cpu"
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_every_impl_is_right_or_says_why_not(tmp_path, name, options):
     work = Workload.of(**(dict(seqlen=256, heads=2, head_dim=64) | options))
