@@ -19,7 +19,7 @@ from attnscope.bench.figures import STYLES, Kind, draw
 from attnscope.bench.impls import IMPLS
 from attnscope.bench.plots import conditions, footnotes, kinds, plot_file
 from attnscope.bench.series import Family, families, timed
-from attnscope.bench.tables import put_tables, results_table
+from attnscope.bench.tables import put_results, results_table
 from attnscope.bench.workloads import Workload, load_suite
 from attnscope.cli import build
 
@@ -249,7 +249,7 @@ def test_table_has_a_line_for_each_workload_and_the_best_in_bold(tmp_path: Path)
         ok_row("sdpa-flash", work, 1.0, baseline="sdpa-flash", ratio=1.0),
         lost_row("naive", work, "failed", "out of memory"),
     ]
-    table = results_table(write(tmp_path / "r.json", H200, rows))
+    table = results_table(write(tmp_path / "r.json", H200, rows), tmp_path)
     tflops = work.flops_reported()[0] / 0.5e9
     assert f"| bf16, D 64, 32 heads, not causal, 32 x 512 | **{tflops:.3g}** |" in table
     assert table.endswith("geometric mean (workloads) | 2.00x (1) | 1.00x (1) |")
@@ -260,7 +260,7 @@ def test_table_has_a_line_for_each_workload_and_the_best_in_bold(tmp_path: Path)
 def test_many_workloads_are_folded_under_means(tmp_path: Path) -> None:
     rows = [gpu_row("fa3", work) for work in paper()]
     rows += [gpu_row("naive", work) for work in paper() if work.seqlen_q < 16384]
-    table = results_table(write(tmp_path / "r.json", H200, rows))
+    table = results_table(write(tmp_path / "r.json", H200, rows), tmp_path)
     assert "<summary>All 36 workloads</summary>" in table
     head, folded = table.split("<details>")
     (line,) = [text for text in head.splitlines() if "D 128, 16 heads, causal" in text]
@@ -271,24 +271,28 @@ def test_many_workloads_are_folded_under_means(tmp_path: Path) -> None:
 def test_cpu_table_is_in_milliseconds(tmp_path: Path) -> None:
     work = Workload.of(head_dim=64, heads=8, seqlen=256, dtype="float32")
     path = write(tmp_path / "r.json", CPU, [ok_row("cpu", work, 12.3456, noise=0)])
-    table = results_table(path)
+    table = results_table(path, tmp_path)
     assert table.startswith("ms on Xeon, 2 threads")
     assert "**12.3**" in table
 
 
-def test_tables_go_between_the_marks_of_a_document(tmp_path: Path) -> None:
+def test_results_go_between_the_marks_of_a_document(tmp_path: Path) -> None:
     path = write(tmp_path / "r.json", H200, [gpu_row("fa3", paper()[0])])
-    document = tmp_path / "README.md"
+    document = tmp_path / "docs" / "page.md"
+    document.parent.mkdir()
     document.write_text("before\n<!-- results:begin -->\nold\n<!-- results:end -->\nafter\n")
-    put_tables(document, [path])
+    arguments = ["plot", str(path), "--output-dir", str(tmp_path / "figures")]
+    arguments += ["--markdown", str(document)]
+    assert CliRunner().invoke(build("plot"), arguments).exit_code == 0
     text = document.read_text()
-    assert text.startswith("before\n<!-- results:begin -->\nTFLOP/s on")
-    assert text.endswith("|\n<!-- results:end -->\nafter\n") and "old" not in text
-    put_tables(document, [path])
+    assert text.startswith("before\n<!-- results:begin -->\n\n![r](../figures/r-throughput.png)\n")
+    assert "from [../r.json](../r.json)." in text
+    assert text.endswith("|\n\n<!-- results:end -->\nafter\n") and "old" not in text
+    put_results(document, {path: tmp_path / "figures" / "r-throughput.png"})
     assert document.read_text() == text
     document.write_text("no marks")
     with pytest.raises(ValueError, match="results:begin"):
-        put_tables(document, [path])
+        put_results(document, {path: path})
 
 
 def test_every_number_of_a_figure_comes_from_the_file(tmp_path: Path) -> None:

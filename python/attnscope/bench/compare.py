@@ -121,7 +121,7 @@ def _pair(a: Row | None, b: Row | None) -> Pair:
     some = a or b or {}
     impl = str(some["impl"])
     if a and b and a["impl"] != b["impl"]:
-        impl = f"{a['impl']}, {b['impl']}"
+        impl = f"{b['impl']} over {a['impl']}"
     work = Workload.from_dict(some)
     if not a or not b or _status(a) != "ok" or _status(b) != "ok":
         return Pair(impl, work, a, b)

@@ -18,7 +18,7 @@ from attnscope.bench.devices import Device, Roof, find_device
 from attnscope.bench.figures import Kind, Value, draw, save
 from attnscope.bench.series import Family, Point, families, scale_label, timed
 from attnscope.bench.store import read_results
-from attnscope.bench.tables import put_tables
+from attnscope.bench.tables import put_results
 from attnscope.bench.workloads import DTYPE_SHORT
 
 Row = Mapping[str, Any]
@@ -178,8 +178,8 @@ def plot_command(
     markdown: Annotated[
         Path | None,
         typer.Option(
-            help="Also write the files' tables into this Markdown file, between the lines "
-            "<!-- results:begin --> and <!-- results:end -->."
+            help="Also put a figure and a table of each file into this Markdown file, between the "
+            "lines <!-- results:begin --> and <!-- results:end -->."
         ),
     ] = None,
 ) -> None:
@@ -188,9 +188,9 @@ def plot_command(
     from attnscope.bench.show import say
 
     with bad_input("plot"):
-        for path in results:
-            for target in plot_file(path, output_dir, baseline):
-                say(str(target))
+        written = {path: plot_file(path, output_dir, baseline) for path in results}
+        for target in (target for targets in written.values() for target in targets):
+            say(str(target))
         if markdown is not None:
-            put_tables(markdown, results)
-            say(f"{markdown}: tables of {', '.join(map(str, results))}")
+            put_results(markdown, {path: targets[0] for path, targets in written.items()})
+            say(f"{markdown}: a figure and a table of {', '.join(map(str, results))}")

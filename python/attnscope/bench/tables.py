@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 FOLD_OVER = 12  # workloads; more are folded away under a table of means
 
 
-def results_table(path: Path) -> str:
-    """Markdown of a result file: where it comes from, and a line for each workload.
+def results_table(path: Path, folder: Path) -> str:
+    """Markdown of a result file: where it comes from (seen from `folder`), and a line for each
+    workload.
 
     TFLOP/s, of a CPU run milliseconds; the best in bold, "-" where there is no time. Many workloads
     are folded away under a table of geometric means over lengths. Raises ValueError for a file
@@ -46,7 +48,7 @@ def results_table(path: Path) -> str:
         for shape, works in by_shape.items()
     ]
     ratios = _ratios(rows, impls)
-    source = [_source(path, env, unit, left_out)]
+    source = [_source(os.path.relpath(path, folder), env, unit, left_out)]
     if len(every) <= FOLD_OVER:
         return "\n".join(source + _table("workload", impls, every, unit, ratios))
     folded = [f"<details><summary>All {len(every)} workloads</summary>", ""]
@@ -55,10 +57,11 @@ def results_table(path: Path) -> str:
     return "\n".join([*source, *_table(head, impls, means, unit, ratios), "", *folded])
 
 
-def put_tables(document: Path, results: Sequence[Path]) -> None:
-    """Replace what stands between the two result marks of a Markdown file by the files' tables.
+def put_results(document: Path, results: Mapping[Path, Path]) -> None:
+    """Replace what stands between the two result marks of a Markdown file.
 
-    Raises ValueError where the file has not exactly one pair of marks.
+    `results` maps result files to a figure of each; figure and table of each come one below the
+    other. Raises ValueError where the document has not exactly one pair of marks.
     """
     try:
         text = document.read_text()
@@ -67,8 +70,12 @@ def put_tables(document: Path, results: Sequence[Path]) -> None:
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         raise ValueError(f"{document}: one {BEGIN} and then one {END} are needed in it")
     before, after = text.split(BEGIN)[0], text.split(END)[1]
-    tables = "\n\n".join(results_table(path) for path in results)
-    document.write_text(f"{before}{BEGIN}\n{tables}\n{END}{after}")
+    here = document.parent
+    parts = [
+        f"![{path.stem}]({os.path.relpath(figure, here)})\n\n{results_table(path, here)}"
+        for path, figure in results.items()
+    ]
+    document.write_text("\n\n".join([f"{before}{BEGIN}", *parts, f"{END}{after}"]))
 
 
 def _ms(point: Point) -> float:
@@ -142,8 +149,8 @@ def _table(
     return table + list(last)
 
 
-def _source(path: Path, env: Row, unit: str, left_out: Mapping[str, int]) -> str:
+def _source(path: str, env: Row, unit: str, left_out: Mapping[str, int]) -> str:
     where = env["gpu"] or f"{env['cpu']}, {env['threads']} threads"
     told = ", ".join(f"{count} {status}" for status, count in sorted(left_out.items()))
     without = f"; rows without a time: {told}" if told else ""
-    return f"{unit} on {where}, torch {env['torch']}, from `{path.as_posix()}`{without}."
+    return f"{unit} on {where}, torch {env['torch']}, from [{path}]({path}){without}."
