@@ -23,7 +23,7 @@ from attnscope.triton.interpreter import INTERPRETED
 _SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, *, "
     "float scale, int max_seqlen_q=0, int max_seqlen_k=0, bool causal=False, int window_left=-1, "
-    'int window_right=-1, float softcap=0.0, str kernel="auto") -> (Tensor out, Tensor lse)'
+    'int window_right=-1, float softcap=0.0, str kernel_name="auto") -> (Tensor out, Tensor lse)'
 )
 _LOG2E = math.log2(math.e)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -73,10 +73,10 @@ def forward(
     window_left: int = -1,
     window_right: int = -1,
     softcap: float = 0.0,
-    kernel: str = "auto",
+    kernel_name: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """As attnscope::forward (csrc/binding/library.cpp). Raises as attnscope.ops.check_forward."""
-    _check(q, kernel)
+    _check(q, kernel_name)
     with _scope(q):
         packed = cu_seqlens_q is not None
         out, lse = _outputs(q, v, packed)
@@ -134,9 +134,11 @@ def _outputs(q: Tensor, v: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _check(q: Tensor, kernel: str) -> None:
-    if kernel != "auto":
-        raise ValueError(f"kernel: is {kernel!r}; allowed for attnscope_triton::forward: 'auto'")
+def _check(q: Tensor, kernel_name: str) -> None:
+    if kernel_name != "auto":
+        raise ValueError(
+            f"kernel_name: is {kernel_name!r}; allowed for attnscope_triton::forward: 'auto'"
+        )
     if q.dtype not in _DTYPES:
         allowed = ", ".join(map(str, _DTYPES))
         raise TypeError(f"q: dtype is {q.dtype}; allowed for attnscope_triton::forward: {allowed}")
