@@ -90,7 +90,7 @@ def test_means_are_geometric_and_by_group() -> None:
 
 def test_two_impls_of_one_file(files: Callable[..., list[str]]) -> None:
     path, _ = files(rows() + rows(scale=0.8, impl="sdpa-flash"), [])
-    code, output = compare(path, "--impl-a", "cuda-sm80", "--impl-b", "sdpa-flash")
+    code, output = compare(path, "--impl-a", "cuda-sm80", "--impl-b", "flash")
     assert code == 0
     assert "sdpa-flash over cuda-sm80" in output and "1.250" in output
     assert compare(path)[0] == 2

@@ -299,6 +299,9 @@ def compare_command(
 def _load(
     a: Path, b: Path, impl_a: str | None, impl_b: str | None
 ) -> tuple[list[Pair], list[str], list[str]]:
+    from attnscope.bench.impls import ALIASES
+
+    impl_a, impl_b = (ALIASES.get(str(impl), impl) for impl in (impl_a, impl_b))
     if a == b and impl_a == impl_b:
         raise ValueError("one file: --impl-a and --impl-b must name two impls of it")
     if impl_b is not None and impl_a is None:

@@ -127,6 +127,8 @@ def plot_file(path: Path, output_dir: Path, baseline: str | None = None) -> list
     `baseline` is the impl that ratios are taken to; left out, the one the run had. Raises
     ValueError for a file that is none, has no timed row, or has none of that impl.
     """
+    from attnscope.bench.impls import ALIASES
+
     content = read_results(path)
     env, rows = content["env"], content["rows"]
     points, left_out = timed(rows)
@@ -134,6 +136,7 @@ def plot_file(path: Path, output_dir: Path, baseline: str | None = None) -> list
         told = ", ".join(f"{count} {status}" for status, count in sorted(left_out.items()))
         raise ValueError(f"{path}: no row has a time ({told or 'it has no rows'})")
     impls = {point.impl for point in points}
+    baseline = ALIASES.get(str(baseline), baseline)
     if baseline is not None and baseline not in impls:
         raise ValueError(f"baseline: {path} has no times of {baseline!r}; of {sorted(impls)}")
     baseline = baseline or _usual_baseline(rows, impls)
