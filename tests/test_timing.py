@@ -24,10 +24,18 @@ def fixed(samples: int, **more) -> Settings:
 
 @pytest.mark.parametrize("samples", [1, 10, 100])
 def test_a_call_of_2_ms_takes_2_ms(samples):
-    timings = time_interleaved({"spin": [spin_2ms]}, WallClock(), fixed(samples))
+    took: list[float] = []
+
+    def spin() -> None:
+        start = time.perf_counter()
+        spin_2ms()
+        took.append((time.perf_counter() - start) * 1e3)
+
+    timings = time_interleaved({"spin": [spin]}, WallClock(), fixed(samples))
+    # 2 ms, or longer where other programs had the processor meanwhile.
+    assert min(took) >= 2.0
+    assert timings["spin"].samples_ms == pytest.approx(took[-samples:], rel=0.05)
     assert len(timings["spin"].samples_ms) == samples
-    # The fastest, as other programs may take the processor away.
-    assert min(timings["spin"].samples_ms) == pytest.approx(2.0, rel=0.05)
 
 
 def test_every_impl_is_called_once_a_round_in_changing_order():
