@@ -122,7 +122,12 @@ def write_ninja(torch: Path, nvcc: Path | None) -> list[Path]:
 def run_ninja() -> None:
     ninja = [sys.executable, "-m", "ninja"] if importlib.util.find_spec("ninja") else ["ninja"]
     jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
-    if subprocess.run([*ninja, "-f", str(BUILD / "build.ninja"), "-j", jobs]).returncode:
+    # The targets of one kernel compile in parallel too; said here, it is no part of the command
+    # whose change makes ninja compile anew.
+    flags = f"{os.environ.get('NVCC_APPEND_FLAGS', '')} --threads {jobs}"
+    environment = {**os.environ, "NVCC_APPEND_FLAGS": flags}
+    command = [*ninja, "-f", str(BUILD / "build.ninja"), "-j", jobs]
+    if subprocess.run(command, env=environment).returncode:
         raise SystemExit("attnscope: the build failed; the compiler's words are above")
 
 
