@@ -13,7 +13,7 @@ std::tuple<Tensor, Tensor> forward_cpu(const Tensor& q, const Tensor& k, const T
                                        int64_t window_left, int64_t window_right, double softcap,
                                        std::string kernel) {
   NvtxRange range(Range::kForward, q.numel());
-  STD_TORCH_CHECK(kernel == "auto", "kernel is '", kernel, "'; allowed on the CPU: auto");
+  STD_TORCH_CHECK(kernel == "auto", "kernel_name is '", kernel, "'; allowed on the CPU: auto");
   const ForwardCall call = prepare_forward(
       q, k, v, cu_seqlens_q, cu_seqlens_k,
       {scale, max_seqlen_q, max_seqlen_k, causal, window_left, window_right, softcap});

@@ -23,7 +23,7 @@ std::tuple<Tensor, Tensor> forward_cuda(const Tensor& q, const Tensor& k, const 
                                         int64_t window_left, int64_t window_right, double softcap,
                                         std::string kernel) {
   NvtxRange range(Range::kForward, q.numel());
-  STD_TORCH_CHECK(kernel == "auto" || kernel == "sm80", "kernel is '", kernel,
+  STD_TORCH_CHECK(kernel == "auto" || kernel == "sm80", "kernel_name is '", kernel,
                   "'; allowed on CUDA: auto, sm80");
   STD_TORCH_CHECK(q.scalar_type() == ScalarType::Half || q.scalar_type() == ScalarType::BFloat16,
                   "q: dtype not supported on CUDA; allowed: float16, bfloat16");
