@@ -102,6 +102,27 @@ def test_short_functions_and_triton_kernels_pass(findings, text):
 
 
 @pytest.mark.parametrize(
+    ("script", "problem"),
+    [
+        ("", None),
+        ("raise SystemExit('stale')", "is not what tools/make_shapes.py writes: stale"),
+        (None, "is not what tools/make_shapes.py writes: "),
+    ],
+    ids=["fresh", "stale", "no script"],
+)
+def test_a_generated_file_is_as_its_script_writes_it(findings, script, problem):
+    head = "// Written by tools/make_shapes.py.\n"
+    files = {"csrc/ptx/shapes.cuh": head + "int a;\n" * 1000}
+    if script is not None:
+        files["tools/make_shapes.py"] = script
+    assert findings("budgets", files) == []
+    found = findings("generated", files)
+    assert [line.startswith(f"csrc/ptx/shapes.cuh:1: {problem}") for line in found] == (
+        [True] if problem else []
+    )
+
+
+@pytest.mark.parametrize(
     ("link", "problem"),
     [
         ("[a](missing.md)", "links to missing.md, which is not in the tree"),
@@ -146,4 +167,7 @@ def test_ignored_files_and_recorded_data_are_left_alone(findings, tmp_path):
 
 def test_an_unknown_rule_is_named(check_tree, tmp_path, capsys):
     assert check_tree.main(tmp_path, ["ring"]) == 2
-    assert "no rule ring; there are: rings, budgets, links, white_space" in capsys.readouterr().err
+    assert (
+        "no rule ring; there are: rings, budgets, generated, links, white_space"
+        in capsys.readouterr().err
+    )
