@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,6 +68,33 @@ def test_on_a_gpu_the_cuda_impl_runs() -> None:
     missing = {impl["name"]: impl["missing"] for impl in found["impls"]}
     assert missing["cuda"] is None and missing["cuda-sm80"] is None and missing["naive"] is None
     assert found["gpus"][0]["sms"] > 0
+
+
+def test_a_gpu_is_described_with_its_card_or_why_none_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    props = SimpleNamespace(
+        name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, uuid="no-such-gpu",
+        total_memory=143156 * 2**20, L2_cache_size=60 * 2**20,
+    )  # fmt: skip
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: props)
+    (gpu,), broken, notes = doctor.gpus()
+    assert (gpu["capability"], gpu["sms"], gpu["peaks_of"]) == ("9.0", 132, "H200 SXM")
+    assert (gpu["memory_gib"], gpu["l2_mib"], broken, notes) == (139.8, 60.0, [], [])
+    props.multi_processor_count = 60
+    assert doctor.gpus()[0][0]["peaks_of"].startswith("none: 'NVIDIA H200' has 60 SMs here")
+
+
+def test_a_driver_without_a_visible_gpu_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    assert "torch finds no GPU" in doctor.gpus()[1][0]
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    assert doctor.gpus() == ([], [], ["no GPU: no NVIDIA driver on this machine"])
 
 
 def test_text_names_libraries_impls_tools_and_counters() -> None:
