@@ -27,12 +27,10 @@ from build_backend import find_package  # noqa: E402
 PACKAGE = Path("python/attnscope")
 BUILD = Path("build/native")
 
-# What a kernel folder is compiled for, by its prefix: native code for each card it is tuned on, and
-# PTX where later cards can run it.
-ARCHITECTURES = {
-    "sm80": ("80,code=sm_80", "80,code=compute_80", "90,code=sm_90"),
-    "sm90": ("90a,code=sm_90a",),
-}
+# What a folder's .cu files are compiled for, by its prefix: native code for each card that they are
+# tuned on, and PTX where later cards can run it.
+PORTABLE = ("80,code=sm_80", "80,code=compute_80", "90,code=sm_90")
+ARCHITECTURES = {"attn": PORTABLE, "sm80": PORTABLE, "sm90": ("90a,code=sm_90a",)}
 ONLY_IN_C = {"library.cpp", "introspect.cpp"}  # they register what may be registered once
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000 -DUSE_CUDA"  # the C shim of torch 2.10
 COMMON = "-std=c++17 -O3 -Icsrc"
@@ -101,7 +99,7 @@ def write_ninja(torch: Path, nvcc: Path | None) -> list[Path]:
             objects["_C"].append(out)
         if not source.stem.endswith("_cpu") and source.name not in ONLY_IN_C:
             objects["_C_cuda"].append(out)
-    for source in sorted(Path("csrc/kernels").glob("*/*.cu")) if nvcc else []:
+    for source in sorted(Path("csrc").rglob("*.cu")) if nvcc else []:
         out = BUILD / source.with_suffix(".o")
         targets = ARCHITECTURES[source.parent.name.partition("_")[0]]
         flags = " ".join([DEVICE, *(f"-gencode arch=compute_{target}" for target in targets)])
@@ -149,11 +147,12 @@ class BuildLibraries(build_ext):
             logs = write_ninja(torch, nvcc)
             run_ninja()
             kernels, warnings = ptxas.parse("\n".join(log.read_text() for log in logs))
-            if kernels:
+            report = json.dumps({"not_built": missing, "kernels": kernels}, indent=1) + "\n"
+            written = BUILD / "kernels.json"
+            if kernels and not (written.exists() and written.read_text() == report):
                 print(ptxas.table(kernels))
             ptxas.check(kernels, warnings)
-            report = {"not_built": missing, "kernels": kernels}
-            (BUILD / "kernels.json").write_text(json.dumps(report, indent=1) + "\n")
+            written.write_text(report)
             target = PACKAGE if self.inplace else Path(self.build_lib) / "attnscope"
             self.copy_to(target, ["_C.so", "kernels.json", *(["_C_cuda.so"] if nvcc else [])])
 

@@ -188,8 +188,8 @@ def ninja_file(setup_module_of_tree, tmp_path, monkeypatch):
         executable(tmp_path / "csrc" / source)
     for source in ("binding/forward_cpu.cpp", "binding/forward_cuda.cpp"):
         executable(tmp_path / "csrc" / source)
-    for prefix in setup_module_of_tree.ARCHITECTURES:
-        executable(tmp_path / f"csrc/kernels/{prefix}_forward/launch.cu")
+    for source in ("kernels/sm80_forward", "kernels/sm90_forward", "attn"):
+        executable(tmp_path / "csrc" / source / "launch.cu")
     (tmp_path / "build/native").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(setup_module_of_tree, "cuda_home", lambda nvcc: Path("/cuda"))
@@ -208,7 +208,7 @@ def link_line(text: str, library: str) -> str:
 
 def test_kernels_are_compiled_for_the_cards_of_their_folder(ninja_file):
     text, logs = ninja_file(Path("/cuda/bin/nvcc"))
-    edges = dict(re.findall(r"cuda csrc/kernels/(\w+)/launch.cu\n((?:  .*\n)*)", text))
+    edges = dict(re.findall(r"cuda csrc/(?:kernels/)?(\w+)/launch.cu\n((?:  .*\n)*)", text))
     portable = re.findall(r"-gencode (\S+)", edges["sm80_forward"])
     assert portable == [
         "arch=compute_80,code=sm_80",
@@ -218,7 +218,8 @@ def test_kernels_are_compiled_for_the_cards_of_their_folder(ninja_file):
     assert re.findall(r"-gencode (\S+)", edges["sm90_forward"]) == ["arch=compute_90a,code=sm_90a"]
     assert "torch" not in "".join(edges.values())
     assert "fast_math" not in text
-    assert len(logs) == 2
+    assert re.findall(r"-gencode (\S+)", edges["attn"]) == portable
+    assert len(logs) == 3
     shared = "binding/forward.o"
     assert link_line(text, "_C").split() == [
         "cpu/a.o",
