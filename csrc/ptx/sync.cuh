@@ -20,6 +20,14 @@ __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// One thread's atomic addition; returns the value before. (The compiler's own atomicAdd gathers the
+// additions of a warp first, at a cost in registers.) PTX ISA 9.7.13.5.
+__device__ __forceinline__ int atomic_add(int* global, int value) {
+  int before;
+  asm volatile("atom.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(global), "r"(value) : "memory");
+  return before;
+}
+
 // Moves registers between warpgroups; every warp of the warpgroup executes it. PTX ISA 9.7.19.5.
 template <int kRegisters>
 __device__ __forceinline__ void setmaxnreg_inc() {

@@ -1,13 +1,14 @@
 // Attention forward for Hopper (sm_90a).
 //
 // Problem   out = softmax(mask(cap(q k^T scale))) v and its log-sum-exp, see attn/params.h.
-// Roles     warpgroup 0 produces: one thread keeps the copy engine (TMA) ahead with Q, K and V.
-//           Warpgroups 1.. consume: each owns 64 query rows; S and O stay in its registers.
+// Roles     warpgroup 0 feeds: one thread takes tiles from a global counter and works out what they
+//           are, another keeps the copy engine (TMA) ahead with Q, K and V. Warpgroups 1.. consume:
+//           each owns 64 query rows; S and O stay in its registers.
 // Pipeline  a consumer issues S(j+1) = Q K(j+1)^T, then O += P(j) V(j), and while the tensor cores
 //           work on O it does the softmax of S(j+1). Consumers take turns at issuing, so that one's
 //           softmax runs under the other's products.
-// Schedule  persistent: a block takes tile after tile; the producer fetches the next tile's Q and K
-//           while the consumers finish this one. O leaves straight from registers.
+// Schedule  persistent: a block takes tile after tile; Q and K of the next are fetched while the
+//           consumers finish this one. O leaves straight from registers.
 // Limits    bf16, fp16; head dims in multiples of 8 up to 256.
 // Test      tests/test_forward_gpu.py; bench: attnscope bench --impl cuda.
 #pragma once
@@ -20,6 +21,7 @@
 #include "attn/params.h"
 #include "attn/score_scales.h"
 #include "attn/seqlen.cuh"
+#include "attn/tile_counter.h"
 #include "attn/tile_order.cuh"
 #include "kernels/sm90_forward/config.cuh"
 #include "ptx/cp_async.cuh"
@@ -44,7 +46,10 @@ struct ForwardConfig {
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
   static constexpr int kRowBytes = 128;  // one swizzled row of a 64-element column block
-  static constexpr bool kTakeTurns = kHeadDim <= 128;
+#ifndef TURNS
+#define TURNS 128
+#endif
+  static constexpr bool kTakeTurns = kHeadDim <= TURNS;
 
   static_assert(kTile.head_dim == kHeadDim, "the tile table has no row for this head dim");
   static_assert(kHeadDim % 64 == 0, "tiles are column blocks of 64 elements");
@@ -52,17 +57,34 @@ struct ForwardConfig {
   static_assert(kConsumers == 2 || kConsumers == 3, "register budgets are given for 2 and 3 consumers");
 };
 
+// One tile of query rows, worked out once for all roles.
+struct Work {
+  bool stop;       // no tile: the block is done
+  int head;        // of q; 0 <= head < heads_q
+  int head_kv;
+  int batch;       // of the tensors; 0 when packed
+  int q_row;       // of the tensors, where the tile begins
+  int k_row;       // of the tensors, where the keys begin
+  int first_row;   // of the sequence, where the tile begins
+  int seqlen_q, seqlen_k;
+  int shift;       // seqlen_k - seqlen_q
+  BlockRange range;
+};
+
 // Barriers are named by the event that completes them.
 template <class Config>
 struct ForwardShared {
   using Element = typename Config::Element;
   static constexpr int kStages = Config::kStages;
+  static constexpr int kTiles = 3;  // one in work, one being fetched, one being worked out
   alignas(1024) Element q[Config::kBlockM * Config::kHeadDim];
   alignas(1024) Element k[kStages][Config::kBlockN * Config::kHeadDim];
   alignas(1024) Element v[kStages][Config::kBlockN * Config::kHeadDim];
   uint64_t q_full, q_empty;
   uint64_t k_full[kStages], k_empty[kStages];
   uint64_t v_full[kStages], v_empty[kStages];
+  uint64_t tile_full[kTiles], tile_empty[kTiles];
+  Work tile[kTiles];
 };
 
 struct ForwardMaps {
@@ -77,56 +99,63 @@ struct ForwardArguments {
   ScoreScales scores;
   int tiles;
   bool packed;
-  bool longest_first;
+  TileCounter* counter;
 };
 
-// A ring of buffers: the stage and the parity of its present pass.
+// Use number `count` of a ring of buffers: which buffer, and the parity of its barriers' phase.
 template <int kStages>
-struct Ring {
-  int stage = 0;
-  int parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
+struct Slot {
+  int stage;
+  int parity;
+  __device__ __forceinline__ explicit Slot(int count) : stage(count % kStages), parity(count / kStages & 1) {}
 };
 
-// One tile of query rows, as both roles see it.
-struct Work {
-  int batch, head, first_row;
-  Segment seg_q, seg_k;
-  Window window;
-  BlockRange range;
-};
-
+// Takes tiles and works out what they are, a tile or two ahead of everyone.
 template <class Config>
-__device__ __forceinline__ Work work_at(const ForwardArguments& a, int index) {
+__device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShared<Config>& s) {
+  using ptx::shared_address;
   const ForwardParams& p = a.params;
-  const Tile tile = tile_at(a.order, index);
-  Work w;
-  w.batch = tile.head / p.heads_q;
-  w.head = tile.head - w.batch * p.heads_q;
-  w.first_row = tile.m_block * Config::kBlockM;
-  w.seg_q = segment(p.cu_seqlens_q, p.total_q, p.seqlen_q, w.batch);
-  w.seg_k = segment(p.cu_seqlens_k, p.total_k, p.seqlen_k, w.batch);
-  w.window = {w.seg_k.length - w.seg_q.length, p.window_left, p.window_right};
-  w.range = block_range(w.window, w.first_row, min(w.first_row + Config::kBlockM, w.seg_q.length),
-                        w.seg_k.length, Config::kBlockN);
-  return w;
-}
-
-// The tiles of one persistent block. Sorted by cost, they are dealt out in alternating direction, so
-// that whoever took a longer tile takes a shorter one next.
-struct TileWalk {
-  int round = 0;
-  __device__ __forceinline__ int next(const ForwardArguments& a) {
-    const int blocks = gridDim.x, me = blockIdx.x;
-    const int at = a.longest_first && round % 2 ? blocks - 1 - me : me;
-    return round++ * blocks + at;
+  int index = blockIdx.x;
+  int tiles = 0;
+  while (true) {
+    const Slot<ForwardShared<Config>::kTiles> slot(tiles);
+    Work& w = s.tile[slot.stage];
+    const bool stop = index >= a.tiles;
+    if (!stop) {
+      const Tile tile = tile_at(a.order, index);
+      index = gridDim.x + ptx::atomic_add(&a.counter->taken, 1);
+      const int batch = tile.head / p.heads_q, head = tile.head - batch * p.heads_q;
+      const int first_row = tile.m_block * Config::kBlockM;
+      const Segment seg_q = segment(p.cu_seqlens_q, p.total_q, p.seqlen_q, batch);
+      if (first_row >= seg_q.length) continue;
+      ptx::mbarrier_wait(shared_address(&s.tile_empty[slot.stage]), slot.parity ^ 1);
+      w.head = head;
+      w.head_kv = head / (p.heads_q / p.heads_kv);
+      w.batch = seg_q.batch;
+      w.q_row = static_cast<int>(seg_q.row) + first_row;
+      w.first_row = first_row;
+      w.seqlen_q = seg_q.length;
+      const Segment seg_k = segment(p.cu_seqlens_k, p.total_k, p.seqlen_k, batch);
+      w.k_row = static_cast<int>(seg_k.row);
+      w.seqlen_k = seg_k.length;
+      const Window window{seg_k.length - seg_q.length, p.window_left, p.window_right};
+      w.shift = window.shift;
+      w.range = block_range(window, first_row, min(first_row + Config::kBlockM, seg_q.length), seg_k.length,
+                            Config::kBlockN);
+    } else {
+      ptx::mbarrier_wait(shared_address(&s.tile_empty[slot.stage]), slot.parity ^ 1);
+    }
+    w.stop = stop;
+    ptx::mbarrier_arrive(shared_address(&s.tile_full[slot.stage]));
+    ++tiles;
+    if (stop) break;
   }
-};
+  // The last block to get here leaves the counter as it was found.
+  if (ptx::atomic_add(&a.counter->finished, 1) == gridDim.x - 1) {
+    a.counter->taken = 0;
+    a.counter->finished = 0;
+  }
+}
 
 template <class Config>
 __device__ __forceinline__ void load_box(uint32_t shared, const CUtensorMap& map, uint32_t barrier,
@@ -144,45 +173,41 @@ __device__ __forceinline__ void produce(const ForwardArguments& a, ForwardShared
   constexpr int kBlockN = Config::kBlockN;
   constexpr int kStages = Config::kStages;
   constexpr int kTileBytes = sizeof(s.k[0]);
-  Ring<kStages> k_ring, v_ring;
-  int q_parity = 0;
-  TileWalk walk;
-  for (int index = walk.next(a); index < a.tiles; index = walk.next(a)) {
-    const Work w = work_at<Config>(a, index);
-    if (w.first_row >= w.seg_q.length || w.range.begin >= w.range.end) continue;
-    const int head_kv = w.head / (a.params.heads_q / a.params.heads_kv);
+  int tiles = 0, queries = 0, blocks = 0;  // uses of the rings so far
+  while (true) {
+    const Slot<ForwardShared<Config>::kTiles> slot(tiles++);
+    ptx::mbarrier_wait(shared_address(&s.tile_full[slot.stage]), slot.parity);
+    const Work w = s.tile[slot.stage];
+    ptx::mbarrier_arrive(shared_address(&s.tile_empty[slot.stage]));
+    if (w.stop) break;
+    if (w.range.begin >= w.range.end) continue;
 
-    const auto load_k = [&](int block) {
-      ptx::mbarrier_wait(shared_address(&s.k_empty[k_ring.stage]), k_ring.parity ^ 1);
-      const uint32_t full = shared_address(&s.k_full[k_ring.stage]);
-      ptx::mbarrier_arrive_expect_tx(full, kTileBytes);
-      load_box<Config>(shared_address(s.k[k_ring.stage]), a.maps.k, full, ptx::CachePolicy::kEvictLast, kBlockN,
-                       w.seg_k.row + block * kBlockN, head_kv, w.seg_k.batch);
-      k_ring.next();
-    };
-    const auto load_v = [&](int block) {
-      ptx::mbarrier_wait(shared_address(&s.v_empty[v_ring.stage]), v_ring.parity ^ 1);
-      const uint32_t full = shared_address(&s.v_full[v_ring.stage]);
-      ptx::mbarrier_arrive_expect_tx(full, kTileBytes);
-      load_box<Config>(shared_address(s.v[v_ring.stage]), a.maps.v, full, ptx::CachePolicy::kEvictLast, kBlockN,
-                       w.seg_k.row + block * kBlockN, head_kv, w.seg_k.batch);
-      v_ring.next();
+    const auto load = [&](const CUtensorMap& map, auto& buffers, uint64_t* full, uint64_t* empty, int count,
+                          int block) {
+      const Slot<kStages> slot(count);
+      ptx::mbarrier_wait(shared_address(&empty[slot.stage]), slot.parity ^ 1);
+      const uint32_t barrier = shared_address(&full[slot.stage]);
+      ptx::mbarrier_arrive_expect_tx(barrier, kTileBytes);
+      load_box<Config>(shared_address(buffers[slot.stage]), map, barrier, ptx::CachePolicy::kEvictLast, kBlockN,
+                       w.k_row + block * kBlockN, w.head_kv, w.batch);
     };
 
-    int block = w.range.end - 1;
-    load_k(block);
-    ptx::mbarrier_wait(shared_address(&s.q_empty), q_parity ^ 1);
-    const uint32_t q_full = shared_address(&s.q_full);
-    ptx::mbarrier_arrive_expect_tx(q_full, sizeof(s.q));
-    load_box<Config>(shared_address(s.q), a.maps.q, q_full, ptx::CachePolicy::kEvictFirst, Config::kBlockM,
-                     w.seg_q.row + w.first_row, w.head, w.seg_q.batch);
-    q_parity ^= 1;
-    // K runs one block ahead of V, as the consumers do.
-    for (; block > w.range.begin; --block) {
-      load_k(block - 1);
-      load_v(block);
+    // K runs one block ahead of V, as the consumers do; Q comes with the first K.
+#pragma unroll 1
+    for (int block = w.range.end - 1; block >= w.range.begin - 1; --block) {
+      if (block >= w.range.begin) load(a.maps.k, s.k, s.k_full, s.k_empty, blocks, block);
+      if (block == w.range.end - 1) {
+        ptx::mbarrier_wait(shared_address(&s.q_empty), queries++ & 1 ^ 1);
+        const uint32_t q_full = shared_address(&s.q_full);
+        ptx::mbarrier_arrive_expect_tx(q_full, sizeof(s.q));
+        load_box<Config>(shared_address(s.q), a.maps.q, q_full, ptx::CachePolicy::kEvictFirst, Config::kBlockM,
+                         w.q_row, w.head, w.batch);
+      } else {
+        load(a.maps.v, s.v, s.v_full, s.v_empty, blocks - 1, block + 1);
+      }
+      ++blocks;
     }
-    load_v(block);
+    --blocks;
   }
 }
 
@@ -224,16 +249,17 @@ __device__ __forceinline__ void issue_output(Fragments<Config>& f, uint32_t v) {
 
 template <class Config>
 __device__ __forceinline__ void transform_scores(Fragments<Config>& f, float scale, float softcap) {
-  constexpr float kLog2e = 1.4426950408889634f;
+  if (softcap > 0.0f) {
+    const float to_exponent = scale / softcap * (2.0f * 1.4426950408889634f);
 #pragma unroll
-  for (int i = 0; i < Config::kBlockN / 2; ++i) {
-    float s = f.s[i] * scale;
-    if (softcap > 0.0f) {
+    for (int i = 0; i < Config::kBlockN / 2; ++i) {
       // tanh(x) = 1 - 2 / (e^2x + 1); tanh.approx would cost 2^-11 of the cap.
-      const float e = ptx::exp2_approx(s / softcap * (2.0f * kLog2e));
-      s = softcap * (1.0f - __fdividef(2.0f, e + 1.0f));
+      const float e = ptx::exp2_approx(f.s[i] * to_exponent);
+      f.s[i] = softcap * (1.0f - __fdividef(2.0f, e + 1.0f));
     }
-    f.s[i] = s;
+  } else {
+#pragma unroll
+    for (int i = 0; i < Config::kBlockN / 2; ++i) f.s[i] *= scale;
   }
 }
 
@@ -329,21 +355,22 @@ __device__ __forceinline__ void clear_rows(typename Config::Element* v, int vali
 // contiguous bytes.
 template <class Config>
 __device__ __forceinline__ void store_output(const Fragments<Config>& f, const ForwardParams& p, const Work& w,
-                                             int row0) {
+                                             int warp_row) {
   using Element = typename Config::Element;
   const int quad = threadIdx.x % 4;
-  Element* out = static_cast<Element*>(p.out) + int64_t{w.seg_q.batch} * p.out_stride.batch +
-                 w.seg_q.row * p.out_stride.row + w.head * p.out_stride.head;
-  float* lse = p.lse + int64_t{w.seg_q.batch} * p.lse_batch_stride + w.head * p.lse_head_stride + w.seg_q.row;
+  const int rows = w.seqlen_q - w.first_row;  // of the tile and below it
+  Element* out = static_cast<Element*>(p.out) + int64_t{w.batch} * p.out_stride.batch +
+                 int64_t{w.q_row} * p.out_stride.row + w.head * p.out_stride.head;
+  float* lse = p.lse + int64_t{w.batch} * p.lse_batch_stride + w.head * p.lse_head_stride + w.q_row;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float sum = f.row_sum[half];
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    const int row = row0 + half * 8;
+    const int row = warp_row + half * 8;
     const bool empty = sum == 0.0f;  // no key seen: the largest term of any other row is at least 2^-8
     const float inverse = empty ? 0.0f : 1.0f / sum;
-    if (quad == 0 && row < w.seg_q.length) {
+    if (quad == 0 && row < rows) {
       lse[row] = empty ? -INFINITY : fmaf(f.row_max[half], 0.6931471805599453f, logf(sum));
     }
 #pragma unroll
@@ -370,7 +397,7 @@ __device__ __forceinline__ void store_output(const Fragments<Config>& f, const F
         }
       }
       const int column = (n + quad) * 8;
-      if (row < w.seg_q.length && column < p.head_dim_v) {
+      if (row < rows && column < p.head_dim_v) {
         *reinterpret_cast<uint4*>(out + row * p.out_stride.row + column) = uint4{r[0], r[1], r[2], r[3]};
       }
     }
@@ -412,81 +439,84 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
     }
   };
   const auto release = [&](uint64_t& barrier) {
+    __syncwarp();
     if (elected) ptx::mbarrier_arrive(shared_address(&barrier));
   };
   if (Config::kTakeTurns && consumer == Config::kConsumers - 1) ptx::barrier_arrive(kFirstTurn, 256);
 
   Fragments<Config> f;
-  Ring<kStages> k_ring, v_ring;
-  int q_parity = 0;
-  TileWalk walk;
-  for (int index = walk.next(a); index < a.tiles; index = walk.next(a)) {
-    const Work w = work_at<Config>(a, index);
-    if (w.first_row >= w.seg_q.length) continue;
+  int tiles = 0, queries = 0, blocks = 0;  // uses of the rings so far
+  while (true) {
+    const Slot<ForwardShared<Config>::kTiles> slot(tiles++);
+    ptx::mbarrier_wait(shared_address(&s.tile_full[slot.stage]), slot.parity);
+    const Work& w = s.tile[slot.stage];
+    if (w.stop) break;
+    const BlockRange range = w.range;
     const int row0 = w.first_row + warp_row;
 #pragma unroll
     for (int i = 0; i < Config::kHeadDim / 2; ++i) f.o[i] = 0.0f;
     f.row_max[0] = f.row_max[1] = -FLT_MAX;
     f.row_sum[0] = f.row_sum[1] = 0.0f;
 
-    if (w.range.begin < w.range.end) {
+    if (range.begin < range.end) {
       float factor[2];
       const auto finish_scores = [&](int block) {
         if (a.scores.transform) transform_scores<Config>(f, a.scores.scale, a.scores.softcap);
-        if (block < w.range.full_begin || block >= w.range.full_end) {
-          mask_scores<Config>(f, w.window, row0, block * kBlockN, w.seg_k.length);
+        if (block < range.full_begin || block >= range.full_end) {
+          mask_scores<Config>(f, {w.shift, a.params.window_left, a.params.window_right}, row0, block * kBlockN,
+                              w.seqlen_k);
         }
         return softmax<Config>(f, scale_log2, factor);
       };
 
-      int block = w.range.end - 1;
-      ptx::mbarrier_wait(shared_address(&s.q_full), q_parity);
-      q_parity ^= 1;
-      ptx::mbarrier_wait(shared_address(&s.k_full[k_ring.stage]), k_ring.parity);
-      issue_scores<Config>(f, q_rows, shared_address(s.k[k_ring.stage]));
+      int block = range.end - 1;
+      Slot<kStages> k_slot(blocks), v_slot(blocks);
+      ptx::mbarrier_wait(shared_address(&s.q_full), queries++ & 1);
+      ptx::mbarrier_wait(shared_address(&s.k_full[k_slot.stage]), k_slot.parity);
+      issue_scores<Config>(f, q_rows, shared_address(s.k[k_slot.stage]));
       ptx::wgmma_wait<0>();
       ptx::pin_registers(f.s);
-      release(s.k_empty[k_ring.stage]);
-      k_ring.next();
-      if (block == w.range.begin) release(s.q_empty);
+      release(s.k_empty[k_slot.stage]);
+      if (block == range.begin) release(s.q_empty);
       finish_scores(block);
       pack_probabilities<Config>(f);
-      const int valid_rows = w.seg_k.length - block * kBlockN;
+      const int valid_rows = w.seqlen_k - block * kBlockN;
       if (a.packed && valid_rows < kBlockN) {
-        ptx::mbarrier_wait(shared_address(&s.v_full[v_ring.stage]), v_ring.parity);
-        clear_rows<Config>(s.v[v_ring.stage], valid_rows);
+        ptx::mbarrier_wait(shared_address(&s.v_full[v_slot.stage]), v_slot.parity);
+        clear_rows<Config>(s.v[v_slot.stage], valid_rows);
         ptx::barrier_sync(kFirstTurn + Config::kConsumers + consumer, 128);
       }
 
-      for (--block; block >= w.range.begin; --block) {
-        ptx::mbarrier_wait(shared_address(&s.k_full[k_ring.stage]), k_ring.parity);
+      for (--block; block >= range.begin; --block) {
+        v_slot = Slot<kStages>(blocks++);
+        k_slot = Slot<kStages>(blocks);
+        ptx::mbarrier_wait(shared_address(&s.k_full[k_slot.stage]), k_slot.parity);
         take_turn();
-        issue_scores<Config>(f, q_rows, shared_address(s.k[k_ring.stage]));
-        ptx::mbarrier_wait(shared_address(&s.v_full[v_ring.stage]), v_ring.parity);
-        issue_output<Config>(f, shared_address(s.v[v_ring.stage]));
+        issue_scores<Config>(f, q_rows, shared_address(s.k[k_slot.stage]));
+        ptx::mbarrier_wait(shared_address(&s.v_full[v_slot.stage]), v_slot.parity);
+        issue_output<Config>(f, shared_address(s.v[v_slot.stage]));
         pass_turn();
         ptx::wgmma_wait<1>();
         ptx::pin_registers(f.s);
-        release(s.k_empty[k_ring.stage]);
-        k_ring.next();
-        if (block == w.range.begin) release(s.q_empty);
+        release(s.k_empty[k_slot.stage]);
+        if (block == range.begin) release(s.q_empty);
         const bool grew = finish_scores(block);
         ptx::wgmma_wait<0>();
         ptx::pin_registers(f.o);
-        release(s.v_empty[v_ring.stage]);
-        v_ring.next();
+        release(s.v_empty[v_slot.stage]);
         if (grew) rescale_output<Config>(f, factor);
         pack_probabilities<Config>(f);
       }
 
-      ptx::mbarrier_wait(shared_address(&s.v_full[v_ring.stage]), v_ring.parity);
-      issue_output<Config>(f, shared_address(s.v[v_ring.stage]));
+      v_slot = Slot<kStages>(blocks++);
+      ptx::mbarrier_wait(shared_address(&s.v_full[v_slot.stage]), v_slot.parity);
+      issue_output<Config>(f, shared_address(s.v[v_slot.stage]));
       ptx::wgmma_wait<0>();
       ptx::pin_registers(f.o);
-      release(s.v_empty[v_ring.stage]);
-      v_ring.next();
+      release(s.v_empty[v_slot.stage]);
     }
-    store_output<Config>(f, a.params, w, row0);
+    store_output<Config>(f, a.params, w, warp_row);
+    release(s.tile_empty[slot.stage]);
   }
   if (a.packed) clear_tail<Config>(a.params);
 }
@@ -504,6 +534,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1) forward_kernel(const __gr
     constexpr int kWarps = 4 * Config::kConsumers;
     ptx::mbarrier_init(shared_address(&s.q_full), 1);
     ptx::mbarrier_init(shared_address(&s.q_empty), kWarps);
+    for (int i = 0; i < ForwardShared<Config>::kTiles; ++i) {
+      ptx::mbarrier_init(shared_address(&s.tile_full[i]), 1);
+      ptx::mbarrier_init(shared_address(&s.tile_empty[i]), kWarps + 1);
+    }
     for (int i = 0; i < Config::kStages; ++i) {
       ptx::mbarrier_init(shared_address(&s.k_full[i]), 1);
       ptx::mbarrier_init(shared_address(&s.k_empty[i]), kWarps);
@@ -517,6 +551,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) forward_kernel(const __gr
   if (threadIdx.x < 128) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     if (threadIdx.x == 0) produce<Config>(a, s);
+    if (threadIdx.x == 32) schedule<Config>(a, s);
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     consume<Config>(a, s);

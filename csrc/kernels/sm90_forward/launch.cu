@@ -53,10 +53,10 @@ cudaError_t launch(const ForwardParams& p, cudaStream_t stream) {
   ForwardArguments a{};
   a.params = p;
   a.scores = score_scales(p);
-  a.longest_first = p.window_right >= 0 && p.window_left < 0;
   const int m_blocks = (p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
   const int64_t kv_bytes = int64_t{p.seqlen_k} * (p.head_dim + p.head_dim_v) * sizeof(typename Config::Element);
-  a.order = tile_order(m_blocks, p.batch, p.heads_q, p.heads_kv, kv_bytes, a.longest_first);
+  a.order = tile_order(m_blocks, p.batch, p.heads_q, p.heads_kv, kv_bytes,
+                       p.window_right >= 0 && p.window_left < 0);
   if (a.order.tiles() > INT_MAX / 2) return cudaErrorInvalidConfiguration;
   a.tiles = static_cast<int>(a.order.tiles());
   a.packed = p.packed();
@@ -70,6 +70,9 @@ cudaError_t launch(const ForwardParams& p, cudaStream_t stream) {
         encode_map(&a.maps.v, p.dtype, p.v, p.v_stride, batch, p.heads_kv, rows_k, p.head_dim_v, Config::kBlockN))) {
     return cudaErrorInvalidValue;
   }
+
+  a.counter = tile_counter(stream);
+  if (a.counter == nullptr) return cudaErrorMemoryAllocation;
 
   constexpr int kSharedBytes = sizeof(ForwardShared<Config>);
   static_assert(kSharedBytes <= 232448, "shared memory of a block");
