@@ -38,6 +38,12 @@ class Target:
     device: str
     dtype: torch.dtype
 
+    @property
+    def op(self) -> Any:
+        """The op behind the implementation, without the checks of attention."""
+        namespace = torch.ops.attnscope_triton if self.impl == "triton" else torch.ops.attnscope
+        return namespace.forward.default
+
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device).to(self.dtype)
 

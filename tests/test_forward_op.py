@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch._dynamo.testing
+from forward_cases import OP_CALLS, op_call
 from helpers import Target
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,51 +17,13 @@ from attnscope.bench.workloads import Workload
 from attnscope.ops import forward_flops, visible_pairs
 
 TARGET = Target(None, "cpu", torch.float32)
-FORWARD = torch.ops.attnscope.forward.default
-CU = torch.tensor([0, 3, 3, 10], dtype=torch.int32)
+FORWARD = TARGET.op
 
 
-def dense_call(name: str):
-    """(args, kwargs) of the op."""
-    options = {"scale": 0.2, "causal": True, "window_left": 5}
-    q, k, v = TARGET.qkv(2, 6, 9, 4, 2, 16)
-    if name == "transposed":
-        q = TARGET.randn(2, 4, 6, 16).transpose(1, 2)
-        v = TARGET.randn(2, 9, 2, 48)[..., 16:32]
-    elif name == "one-query":
-        q = q[:, :1]
-    elif name == "value-dim":
-        v = TARGET.randn(2, 9, 2, 24)
-    elif name == "no-queries":
-        q = q[:, :0]
-    elif name == "no-keys":
-        k, v = k[:, :0], v[:, :0]
-    elif name == "no-batch":
-        q, k, v = q[:0], k[:0], v[:0]
-    elif name == "last-dim-strided":
-        q = q.mT.contiguous().mT
-    return (q, k, v), options
-
-
-def packed_call():
-    q, k, v = TARGET.randn(10, 4, 16), TARGET.randn(10, 2, 16), TARGET.randn(10, 2, 16)
-    return (q, k, v, CU, CU), {"scale": 0.2, "max_seqlen_q": 7, "max_seqlen_k": 7}
-
-
-CALLS = {
-    name: dense_call
-    for name in (
-        "plain", "transposed", "one-query", "value-dim", "no-queries", "no-keys", "no-batch",
-        "last-dim-strided",
-    )
-}  # fmt: skip
-CALLS["packed"] = lambda name: packed_call()
-
-
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", OP_CALLS)
 @pytest.mark.parametrize("needs_grad", ["no-grad", "grad-of-q"])
 def test_opcheck(name, needs_grad):
-    args, kwargs = CALLS[name](name)
+    args, kwargs = op_call(TARGET, name)
     tests = ["test_schema", "test_faketensor"]
     if needs_grad == "grad-of-q":
         args[0].requires_grad_()
@@ -70,9 +33,9 @@ def test_opcheck(name, needs_grad):
     torch.library.opcheck(FORWARD, args, kwargs, test_utils=tests)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", OP_CALLS)
 def test_fake_tells_shape_strides_dtype_and_device(name):
-    args, kwargs = CALLS[name](name)
+    args, kwargs = op_call(TARGET, name)
     real = FORWARD(*args, **kwargs)
     mode = FakeTensorMode()
     fake = FORWARD(*(mode.from_tensor(x) for x in args), **kwargs)
@@ -81,9 +44,9 @@ def test_fake_tells_shape_strides_dtype_and_device(name):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", OP_CALLS)
 def test_compiles_into_one_graph(name, dynamic):
-    args, kwargs = CALLS[name](name)
+    args, kwargs = op_call(TARGET, name)
     packed = name == "packed"
 
     def user(q, k, v, *cu):
@@ -130,9 +93,10 @@ def test_vmap_says_that_there_is_no_rule():
 
 def test_autocast_casts_like_torch_does():
     q, k, v = TARGET.qkv(1, 8, 8, 2, 2, 16)
+    cu = TARGET.cu_seqlens(0, 8)
     with torch.autocast("cpu", torch.bfloat16):
         out, lse = attention(q, k, v.bfloat16(), return_lse=True)
-        packed = attention_varlen(q[0], k[0], v[0].half(), CU[:1], CU[:1], 1, 1)
+        packed = attention_varlen(q[0], k[0], v[0].half(), cu, cu, 8, 8)
         sdpa = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     assert (out.dtype, lse.dtype, packed.dtype) == (sdpa.dtype, torch.float32, torch.bfloat16)
     assert torch.equal(out, attention(q.bfloat16(), k.bfloat16(), v.bfloat16()))
@@ -194,7 +158,7 @@ def test_flop_counter_counts_calls():
     want = forward_flops([(6, 9)] * 2, 4, 16, 16, causal=True)
     assert count(lambda: attention(q, k, v, causal=True)) == want
 
-    (q, k, v, *cu), _ = packed_call()
+    (q, k, v, *cu), _ = op_call(TARGET, "packed")
     want = forward_flops([(3, 3), (0, 0), (7, 7)], 4, 16, 16, window=(2, 0))
     assert count(lambda: attention_varlen(q, k, v, *cu, 7, 7, window=(2, 0))) == want
 
