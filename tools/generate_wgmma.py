@@ -15,6 +15,7 @@ TYPES = (("__nv_bfloat16", "bf16"), ("__half", "f16"))
 
 HEAD = """\
 // Written by tools/generate_wgmma.py. PTX ISA 9.7.15.5 (wgmma.mma_async), sm_90a.
+// clang-format off
 #pragma once
 
 #include <cuda_bf16.h>
@@ -38,7 +39,7 @@ struct WgmmaRegister;
 def operands(first: int, count: int) -> str:
     names = [f"%{i}" for i in range(first, first + count)]
     lines = [", ".join(names[i : i + 16]) for i in range(0, count, 16)]
-    return ", \"\n        \"".join(lines)
+    return ', "\n        "'.join(lines)
 
 
 def registers(count: int) -> str:
@@ -52,7 +53,8 @@ def shared(element: str, ptx: str, columns: int) -> str:
     return f"""
 template <>
 struct WgmmaShared<{element}, {columns}> {{
-  static __device__ __forceinline__ void mma(float (&d)[{n}], uint64_t a, uint64_t b, int accumulate) {{
+  static __device__ __forceinline__ void mma(float (&d)[{n}], uint64_t a, uint64_t b,
+                                             int accumulate) {{
     asm volatile(
         "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{n + 2}, 0;\\n"
         "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{ptx}.{ptx} {{"

@@ -1,4 +1,5 @@
 // Written by tools/generate_wgmma.py. PTX ISA 9.7.15.5 (wgmma.mma_async), sm_90a.
+// clang-format off
 #pragma once
 
 #include <cuda_bf16.h>
@@ -19,7 +20,8 @@ struct WgmmaRegister;
 
 template <>
 struct WgmmaShared<__nv_bfloat16, 64> {
-  static __device__ __forceinline__ void mma(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+  static __device__ __forceinline__ void mma(float (&d)[32], uint64_t a, uint64_t b,
+                                             int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
@@ -38,7 +40,8 @@ struct WgmmaShared<__nv_bfloat16, 64> {
 
 template <>
 struct WgmmaShared<__nv_bfloat16, 80> {
-  static __device__ __forceinline__ void mma(float (&d)[40], uint64_t a, uint64_t b, int accumulate) {
+  static __device__ __forceinline__ void mma(float (&d)[40], uint64_t a, uint64_t b,
+                                             int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %42, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {"
@@ -59,7 +62,8 @@ struct WgmmaShared<__nv_bfloat16, 80> {
 
 template <>
 struct WgmmaShared<__nv_bfloat16, 96> {
-  static __device__ __forceinline__ void mma(float (&d)[48], uint64_t a, uint64_t b, int accumulate) {
+  static __device__ __forceinline__ void mma(float (&d)[48], uint64_t a, uint64_t b,
+                                             int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %50, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {"
@@ -81,7 +85,8 @@ struct WgmmaShared<__nv_bfloat16, 96> {
 
 template <>
 struct WgmmaShared<__nv_bfloat16, 112> {
-  static __device__ __forceinline__ void mma(float (&d)[56], uint64_t a, uint64_t b, int accumulate) {
+  static __device__ __forceinline__ void mma(float (&d)[56], uint64_t a, uint64_t b,
+                                             int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %58, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n112k16.f32.bf16.bf16 {"
@@ -106,7 +111,8 @@ struct WgmmaShared<__nv_bfloat16, 112> {
 
 template <>
 struct WgmmaShared<__nv_bfloat16, 128> {
-  static __device__ __forceinline__ void mma(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
+  static __device__ __forceinline__ void mma(float (&d)[64], uint64_t a, uint64_t b,
+                                             int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
@@ -132,7 +138,8 @@ struct WgmmaShared<__nv_bfloat16, 128> {
 
 template <>
 struct WgmmaShared<__nv_bfloat16, 144> {
-  static __device__ __forceinline__ void mma(float (&d)[72], uint64_t a, uint64_t b, int accumulate) {
+  static __device__ __forceinline__ void mma(float (&d)[72], uint64_t a, uint64_t b,
+                                             int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %74, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n144k16.f32.bf16.bf16 {"
@@ -160,7 +167,8 @@ struct WgmmaShared<__nv_bfloat16, 144> {
 
 template <>
 struct WgmmaShared<__nv_bfloat16, 160> {
-  static __device__ __forceinline__ void mma(float (&d)[80], uint64_t a, uint64_t b, int accumulate) {
+  static __device__ __forceinline__ void mma(float (&d)[80], uint64_t a, uint64_t b,
+                                             int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %82, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n160k16.f32.bf16.bf16 {"
@@ -190,7 +198,8 @@ struct WgmmaShared<__nv_bfloat16, 160> {
 
 template <>
 struct WgmmaShared<__nv_bfloat16, 176> {
-  static __device__ __forceinline__ void mma(float (&d)[88], uint64_t a, uint64_t b, int accumulate) {
+  static __device__ __forceinline__ void mma(float (&d)[88], uint64_t a, uint64_t b,
+                                             int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %90, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n176k16.f32.bf16.bf16 {"
@@ -222,7 +231,8 @@ struct WgmmaShared<__nv_bfloat16, 176> {
 
 template <>
 struct WgmmaShared<__nv_bfloat16, 192> {
-  static __device__ __forceinline__ void mma(float (&d)[96], uint64_t a, uint64_t b, int accumulate) {
+  static __device__ __forceinline__ void mma(float (&d)[96], uint64_t a, uint64_t b,
+                                             int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {"
@@ -396,7 +406,8 @@ struct WgmmaRegister<__nv_bfloat16, 256> {
 
 template <>
 struct WgmmaShared<__half, 64> {
-  static __device__ __forceinline__ void mma(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+  static __device__ __forceinline__ void mma(float (&d)[32], uint64_t a, uint64_t b,
+                                             int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
@@ -415,7 +426,8 @@ struct WgmmaShared<__half, 64> {
 
 template <>
 struct WgmmaShared<__half, 80> {
-  static __device__ __forceinline__ void mma(float (&d)[40], uint64_t a, uint64_t b, int accumulate) {
+  static __device__ __forceinline__ void mma(float (&d)[40], uint64_t a, uint64_t b,
+                                             int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %42, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n80k16.f32.f16.f16 {"
@@ -436,7 +448,8 @@ struct WgmmaShared<__half, 80> {
 
 template <>
 struct WgmmaShared<__half, 96> {
-  static __device__ __forceinline__ void mma(float (&d)[48], uint64_t a, uint64_t b, int accumulate) {
+  static __device__ __forceinline__ void mma(float (&d)[48], uint64_t a, uint64_t b,
+                                             int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %50, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 {"
@@ -458,7 +471,8 @@ struct WgmmaShared<__half, 96> {
 
 template <>
 struct WgmmaShared<__half, 112> {
-  static __device__ __forceinline__ void mma(float (&d)[56], uint64_t a, uint64_t b, int accumulate) {
+  static __device__ __forceinline__ void mma(float (&d)[56], uint64_t a, uint64_t b,
+                                             int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %58, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n112k16.f32.f16.f16 {"
@@ -483,7 +497,8 @@ struct WgmmaShared<__half, 112> {
 
 template <>
 struct WgmmaShared<__half, 128> {
-  static __device__ __forceinline__ void mma(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
+  static __device__ __forceinline__ void mma(float (&d)[64], uint64_t a, uint64_t b,
+                                             int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
@@ -509,7 +524,8 @@ struct WgmmaShared<__half, 128> {
 
 template <>
 struct WgmmaShared<__half, 144> {
-  static __device__ __forceinline__ void mma(float (&d)[72], uint64_t a, uint64_t b, int accumulate) {
+  static __device__ __forceinline__ void mma(float (&d)[72], uint64_t a, uint64_t b,
+                                             int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %74, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n144k16.f32.f16.f16 {"
@@ -537,7 +553,8 @@ struct WgmmaShared<__half, 144> {
 
 template <>
 struct WgmmaShared<__half, 160> {
-  static __device__ __forceinline__ void mma(float (&d)[80], uint64_t a, uint64_t b, int accumulate) {
+  static __device__ __forceinline__ void mma(float (&d)[80], uint64_t a, uint64_t b,
+                                             int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %82, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n160k16.f32.f16.f16 {"
@@ -567,7 +584,8 @@ struct WgmmaShared<__half, 160> {
 
 template <>
 struct WgmmaShared<__half, 176> {
-  static __device__ __forceinline__ void mma(float (&d)[88], uint64_t a, uint64_t b, int accumulate) {
+  static __device__ __forceinline__ void mma(float (&d)[88], uint64_t a, uint64_t b,
+                                             int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %90, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n176k16.f32.f16.f16 {"
@@ -599,7 +617,8 @@ struct WgmmaShared<__half, 176> {
 
 template <>
 struct WgmmaShared<__half, 192> {
-  static __device__ __forceinline__ void mma(float (&d)[96], uint64_t a, uint64_t b, int accumulate) {
+  static __device__ __forceinline__ void mma(float (&d)[96], uint64_t a, uint64_t b,
+                                             int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n192k16.f32.f16.f16 {"
