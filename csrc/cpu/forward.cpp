@@ -90,8 +90,8 @@ struct Scratch {
 
 void forward(const ForwardParams& params, const ParallelFor& parallel_for) {
   static const BlockKernel kernel = pick_kernel();
-  if (params.packed()) {  // rows that belong to no segment
-    const int64_t rows = params.total_q * params.heads_q;
+  const int64_t rows = params.total_q * params.heads_q;
+  if (params.packed() && rows > 0) {  // rows that belong to no segment
     std::memset(params.out, 0, rows * params.head_dim_v * element_size(params.dtype));
     std::fill_n(params.lse, rows, -std::numeric_limits<float>::infinity());
   }
