@@ -256,9 +256,12 @@ def test_a_library_that_does_not_load_is_an_error_that_says_why(empty_package):
         _load._load()
 
 
-def test_a_library_of_other_sources_is_stale(monkeypatch):
-    monkeypatch.setattr(_load, "OPS", ("forward", "rearward"))
-    with pytest.raises(ImportError, match="is stale, it has no op rearward; run `make build`"):
+@pytest.mark.parametrize(("op", "arguments"), [("rearward", 13), ("forward", 12)])
+def test_a_library_of_other_sources_is_stale(monkeypatch, op, arguments):
+    monkeypatch.setattr(_load, "OPS", {"kernels": 0, op: arguments})
+    with pytest.raises(
+        ImportError, match=f"stale, it has no op {op} of {arguments} arguments; run"
+    ):
         _load._load()
 
 

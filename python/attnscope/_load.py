@@ -7,8 +7,9 @@ import torch
 
 PACKAGE = Path(__file__).parent
 REBUILD = "run `make build` or `pip install .` in the source tree"
-# What this Python calls; a library without one of these was built from other sources.
-OPS = ("forward", "kernels")
+# What this Python calls, with the number of arguments; a library that has it otherwise was built
+# from other sources.
+OPS = {"forward": 13, "kernels": 0}
 
 
 def _load_library(name: str) -> None:
@@ -22,15 +23,22 @@ def _load_library(name: str) -> None:
         ) from error
 
 
+def _arguments(op: str) -> int | None:
+    if not hasattr(torch.ops.attnscope, op):
+        return None
+    return len(getattr(torch.ops.attnscope, op).default._schema.arguments)
+
+
 def _load() -> dict[str, str]:
     if not (PACKAGE / "_C.so").exists():
         raise ImportError(f"attnscope: {PACKAGE / '_C.so'} is not built; {REBUILD}")
     _load_library("_C")
-    missing = [name for name in OPS if not hasattr(torch.ops.attnscope, name)]
-    if missing:
-        raise ImportError(
-            f"attnscope: {PACKAGE / '_C.so'} is stale, it has no op {', '.join(missing)}; {REBUILD}"
-        )
+    for name, arguments in OPS.items():
+        if _arguments(name) != arguments:
+            raise ImportError(
+                f"attnscope: {PACKAGE / '_C.so'} is stale, it has no op {name} of {arguments} "
+                f"arguments; {REBUILD}"
+            )
     status = {"_C": "loaded"}
     if not (PACKAGE / "_C_cuda.so").exists():
         status["_C_cuda"] = f"not built: {build_report()['not_built']}"
