@@ -171,7 +171,8 @@ void softmax(T* scores, int64_t keys, int64_t columns, T factor, const RowState<
       // No key seen yet: any finite base does, -infinity would give NaN.
       base[v] = maximum[v] == static_cast<T>(-HUGE_VAL) ? Vec<T>{} : maximum[v];
       const Vec<T> rescale = exp((before[v] - base[v]) * factor);
-      sum[v] = load(state.sum + at) * rescale;
+      sum[v] = Vec<T>{};
+      store(state.sum + at, load(state.sum + at) * rescale);
       store(state.rescale + at, rescale);
       store(state.maximum + at, maximum[v]);
     }
@@ -183,7 +184,11 @@ void softmax(T* scores, int64_t keys, int64_t columns, T factor, const RowState<
         store(at, probability);
       }
     }
-    for (int v = 0; v < kVectors; ++v) store(state.sum + col + v * kLanes<T>, sum[v]);
+    // This step's keys on their own first: next to a large sum the small ones would be lost.
+    for (int v = 0; v < kVectors; ++v) {
+      T* at = state.sum + col + v * kLanes<T>;
+      store(at, load(at) + sum[v]);
+    }
   }
 }
 
