@@ -22,9 +22,10 @@ from attnscope.reference import attention_reference, naive_attention_blocked
 
 C_FORWARD = 2.0
 # Of the output dtype, at the row's largest |out|. In 16 bits the rounding of out is most of the
-# error; in fp32 and fp64 the order of summation is, and the baseline's is a library's best.
-FLOOR_ULPS = {torch.bfloat16: 1.0, torch.float16: 1.0, torch.float32: 8.0, torch.float64: 8.0}
-LSE_FLOOR_ULPS = 16.0  # of fp32, at max(1, |lse|)
+# error. In fp32 and fp64 it is the order of summation: the baseline's is a library's best, and the
+# reference has an fp64 rounding of its own.
+FLOOR_ULPS = {torch.bfloat16: 1.0, torch.float16: 1.0, torch.float32: 32.0, torch.float64: 256.0}
+LSE_FLOOR_ULPS = 32.0  # of fp32, at max(1, |lse|)
 TANH_APPROX = 2.0**-11  # relative error of the hardware's tanh, which a softcap may use
 NEARBY = 32  # rows on either side
 

@@ -23,11 +23,14 @@ import triton.language as tl
 @triton.jit
 def _sequence(cu_seqlens, i_b, max_seqlen, total, PACKED: tl.constexpr):
     """(first row, length) of sequence i_b; what cu_seqlens holds is not trusted."""
-    if not PACKED:
-        return i_b.to(tl.int64) * 0, max_seqlen
-    begin = tl.minimum(tl.maximum(tl.load(cu_seqlens + i_b), 0), total)
-    end = tl.minimum(tl.maximum(tl.load(cu_seqlens + i_b + 1), begin), total)
-    return begin.to(tl.int64), tl.minimum(end - begin, max_seqlen)
+    first = i_b.to(tl.int64) * 0
+    length = max_seqlen
+    if PACKED:
+        begin = tl.minimum(tl.maximum(tl.load(cu_seqlens + i_b), 0), total)
+        end = tl.minimum(tl.maximum(tl.load(cu_seqlens + i_b + 1), begin), total)
+        first = begin.to(tl.int64)
+        length = tl.minimum(end - begin, max_seqlen)
+    return first, length
 
 
 @triton.jit
