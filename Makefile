@@ -9,10 +9,11 @@ PYTEST_ARGS ?=
 PY := $(VENV)/bin/python
 BIN := $(VENV)/bin
 SOURCES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
-# A torch that is installed is kept. Without a GPU its release is fixed, so that results repeat.
+# A torch that is installed is kept, if it is not too old. Elsewhere, without a GPU, its release is
+# fixed, so that results repeat.
 HAS_TORCH = -c "import sys, importlib.util as u; sys.exit(u.find_spec('torch') is None)"
-TORCH = $(shell if $(PY) $(HAS_TORCH); then echo torch; \
-  elif command -v nvidia-smi > /dev/null; then echo 'torch>=2.10'; else echo torch==2.13.0; fi)
+TORCH = $(shell if $(PY) $(HAS_TORCH) || command -v nvidia-smi > /dev/null; \
+  then echo 'torch>=2.10'; else echo torch==2.13.0; fi)
 FIND_NVCC = -c "import setup, sys; sys.exit(setup.find_nvcc() is None)"
 INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check
 PACKAGE = --no-build-isolation --editable .
