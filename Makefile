@@ -19,6 +19,7 @@ INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check
 PACKAGE = --no-build-isolation --editable .
 
 .PHONY: build test bench lint docs clean
+.DELETE_ON_ERROR:
 
 build: $(PY)
 	$(INSTALL) '$(TORCH)' 'setuptools>=77' ninja
