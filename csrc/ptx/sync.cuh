@@ -20,6 +20,14 @@ __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// A value that all lanes of the warp hold alike, brought into a uniform register: what is computed
+// from it (loop bounds, descriptors) stays on the uniform datapath. PTX ISA 9.7.13.9, sm_80.
+__device__ __forceinline__ int uniform(int value) {
+  int result;
+  asm volatile("redux.sync.or.b32 %0, %1, 0xffffffff;" : "=r"(result) : "r"(value));
+  return result;
+}
+
 // One thread's atomic addition; returns the value before. (The compiler's own atomicAdd gathers the
 // additions of a warp first, at a cost in registers.) PTX ISA 9.7.13.5.
 __device__ __forceinline__ int atomic_add(int* global, int value) {

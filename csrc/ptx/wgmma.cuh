@@ -28,14 +28,21 @@ __device__ __forceinline__ void pin_registers(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Tiles are column blocks of [rows][64] 16-bit elements under the 128-byte swizzle, 1024-byte aligned;
-// one 8-row group is 1024 bytes. `leading_bytes` is the distance of column blocks where the operand is
-// N-major; K-major operands ignore it.
-__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared, int leading_bytes) {
-  constexpr uint64_t kSwizzle128 = 1ull << 62;
-  constexpr uint64_t kGroupBytes = 1024;
-  return kSwizzle128 | (kGroupBytes >> 4) << 32 | static_cast<uint64_t>(leading_bytes >> 4) << 16 |
-         (shared >> 4 & 0x3FFF);
-}
+// Descriptors of tiles in shared memory: column blocks of [rows][64] 16-bit elements under the 128-byte
+// swizzle, 1024-byte aligned, one 8-row group being 1024 bytes. The low word holds the address and
+// `leading_bytes`, the distance of column blocks where the operand is N-major (K-major operands ignore
+// it); moving by a number of bytes is an addition, since shared addresses fit their 14 bits.
+struct WgmmaDescriptor {
+  uint32_t low;
+
+  __device__ __forceinline__ WgmmaDescriptor(uint32_t shared, int leading_bytes)
+      : low(shared >> 4 | static_cast<uint32_t>(leading_bytes >> 4) << 16) {}
+
+  // The operand `bytes` further on; bytes is a multiple of 16.
+  __device__ __forceinline__ uint64_t at(int bytes) const {
+    constexpr uint32_t kHigh = 1u << 30 | 1024 >> 4;  // 128-byte swizzle, group stride
+    return static_cast<uint64_t>(kHigh) << 32 | (low + static_cast<uint32_t>(bytes >> 4));
+  }
+};
 
 }  // namespace attnscope::ptx

@@ -45,6 +45,7 @@ struct ForwardConfig {
   static constexpr int kThreads = kTile.threads();
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+  static constexpr int kTileBytes = 2 * kBlockN * kHeadDim;  // of K or V
   static constexpr int kRowBytes = 128;  // one swizzled row of a 64-element column block
 #ifndef TURNS
 #define TURNS 128
@@ -172,7 +173,6 @@ __device__ __forceinline__ void produce(const ForwardArguments& a, ForwardShared
   using ptx::shared_address;
   constexpr int kBlockN = Config::kBlockN;
   constexpr int kStages = Config::kStages;
-  constexpr int kTileBytes = sizeof(s.k[0]);
   int tiles = 0, queries = 0, blocks = 0;  // uses of the rings so far
   while (true) {
     const Slot<ForwardShared<Config>::kTiles> slot(tiles++);
@@ -187,7 +187,7 @@ __device__ __forceinline__ void produce(const ForwardArguments& a, ForwardShared
       const Slot<kStages> slot(count);
       ptx::mbarrier_wait(shared_address(&empty[slot.stage]), slot.parity ^ 1);
       const uint32_t barrier = shared_address(&full[slot.stage]);
-      ptx::mbarrier_arrive_expect_tx(barrier, kTileBytes);
+      ptx::mbarrier_arrive_expect_tx(barrier, Config::kTileBytes);
       load_box<Config>(shared_address(buffers[slot.stage]), map, barrier, ptx::CachePolicy::kEvictLast, kBlockN,
                        w.k_row + block * kBlockN, w.head_kv, w.batch);
     };
@@ -223,26 +223,24 @@ struct Fragments {
 };
 
 template <class Config>
-__device__ __forceinline__ void issue_scores(Fragments<Config>& f, uint32_t q, uint32_t k) {
+__device__ __forceinline__ void issue_scores(Fragments<Config>& f, ptx::WgmmaDescriptor q, ptx::WgmmaDescriptor k) {
   constexpr int kQBlock = Config::kBlockM * Config::kRowBytes, kKBlock = Config::kBlockN * Config::kRowBytes;
   ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < Config::kHeadDim / 16; ++step) {
-    const uint64_t a = ptx::wgmma_descriptor(q + step / 4 * kQBlock + step % 4 * 32, 16);
-    const uint64_t b = ptx::wgmma_descriptor(k + step / 4 * kKBlock + step % 4 * 32, 16);
-    ptx::WgmmaShared<typename Config::Element, Config::kBlockN>::mma(f.s, a, b, step > 0);
+    ptx::WgmmaShared<typename Config::Element, Config::kBlockN>::mma(
+        f.s, q.at(step / 4 * kQBlock + step % 4 * 32), k.at(step / 4 * kKBlock + step % 4 * 32), step > 0);
   }
   ptx::wgmma_commit();
 }
 
 template <class Config>
-__device__ __forceinline__ void issue_output(Fragments<Config>& f, uint32_t v) {
+__device__ __forceinline__ void issue_output(Fragments<Config>& f, ptx::WgmmaDescriptor v) {
   ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < Config::kBlockN / 16; ++step) {
-    const uint64_t b =
-        ptx::wgmma_descriptor(v + step * 16 * Config::kRowBytes, Config::kBlockN * Config::kRowBytes);
-    ptx::WgmmaRegister<typename Config::Element, Config::kHeadDim>::mma(f.o, &f.p[4 * step], b);
+    ptx::WgmmaRegister<typename Config::Element, Config::kHeadDim>::mma(f.o, &f.p[4 * step],
+                                                                        v.at(step * 16 * Config::kRowBytes));
   }
   ptx::wgmma_commit();
 }
@@ -424,10 +422,17 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
   constexpr int kBlockN = Config::kBlockN;
   constexpr int kStages = Config::kStages;
   constexpr int kFirstTurn = 1;  // named barriers kFirstTurn + consumer; 0 is __syncthreads
-  const int consumer = __shfl_sync(0xffffffffu, threadIdx.x / 128 - 1, 0);
+  const int consumer = ptx::uniform(threadIdx.x / 128 - 1);
   const int warp_row = consumer * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
   const bool elected = threadIdx.x % 32 == 0;  // one arrival a warp
-  const uint32_t q_rows = shared_address(s.q) + consumer * 64 * Config::kRowBytes;
+  const ptx::WgmmaDescriptor q(shared_address(s.q) + consumer * 64 * Config::kRowBytes, 16);
+  const auto k = [&](const Slot<kStages>& slot) {
+    return ptx::WgmmaDescriptor(ptx::uniform(shared_address(s.k) + slot.stage * Config::kTileBytes), 16);
+  };
+  const auto v = [&](const Slot<kStages>& slot) {
+    return ptx::WgmmaDescriptor(ptx::uniform(shared_address(s.v) + slot.stage * Config::kTileBytes),
+                                kBlockN * Config::kRowBytes);
+  };
   const float scale_log2 = a.scores.scale_log2;
 
   const auto take_turn = [&] {
@@ -450,8 +455,10 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
     const Slot<ForwardShared<Config>::kTiles> slot(tiles++);
     ptx::mbarrier_wait(shared_address(&s.tile_full[slot.stage]), slot.parity);
     const Work& w = s.tile[slot.stage];
-    if (w.stop) break;
-    const BlockRange range = w.range;
+    if (ptx::uniform(w.stop)) break;
+    // Said to be uniform, so that ring stages and descriptors stay in uniform registers.
+    const BlockRange range{ptx::uniform(w.range.begin), ptx::uniform(w.range.end), ptx::uniform(w.range.full_begin),
+                           ptx::uniform(w.range.full_end)};
     const int row0 = w.first_row + warp_row;
 #pragma unroll
     for (int i = 0; i < Config::kHeadDim / 2; ++i) f.o[i] = 0.0f;
@@ -461,8 +468,8 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
     if (range.begin < range.end) {
       float factor[2];
       const auto finish_scores = [&](int block) {
-        if (a.scores.transform) transform_scores<Config>(f, a.scores.scale, a.scores.softcap);
-        if (block < range.full_begin || block >= range.full_end) {
+        if (__builtin_expect(a.scores.transform, false)) transform_scores<Config>(f, a.scores.scale, a.scores.softcap);
+        if (__builtin_expect(block < range.full_begin || block >= range.full_end, false)) {
           mask_scores<Config>(f, {w.shift, a.params.window_left, a.params.window_right}, row0, block * kBlockN,
                               w.seqlen_k);
         }
@@ -473,7 +480,7 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
       Slot<kStages> k_slot(blocks), v_slot(blocks);
       ptx::mbarrier_wait(shared_address(&s.q_full), queries++ & 1);
       ptx::mbarrier_wait(shared_address(&s.k_full[k_slot.stage]), k_slot.parity);
-      issue_scores<Config>(f, q_rows, shared_address(s.k[k_slot.stage]));
+      issue_scores<Config>(f, q, k(k_slot));
       ptx::wgmma_wait<0>();
       ptx::pin_registers(f.s);
       release(s.k_empty[k_slot.stage]);
@@ -487,30 +494,39 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
         ptx::barrier_sync(kFirstTurn + Config::kConsumers + consumer, 128);
       }
 
+      const auto await_next_scores = [&](int block) {
+        const Slot<kStages> slot(blocks + 1);
+        if (block > range.begin) ptx::mbarrier_wait(shared_address(&s.k_full[slot.stage]), slot.parity);
+      };
+      await_next_scores(block);
       for (--block; block >= range.begin; --block) {
         v_slot = Slot<kStages>(blocks++);
         k_slot = Slot<kStages>(blocks);
-        ptx::mbarrier_wait(shared_address(&s.k_full[k_slot.stage]), k_slot.parity);
+        const ptx::WgmmaDescriptor k_tile = k(k_slot), v_tile = v(v_slot);
         take_turn();
-        issue_scores<Config>(f, q_rows, shared_address(s.k[k_slot.stage]));
+        issue_scores<Config>(f, q, k_tile);
         ptx::mbarrier_wait(shared_address(&s.v_full[v_slot.stage]), v_slot.parity);
-        issue_output<Config>(f, shared_address(s.v[v_slot.stage]));
+        issue_output<Config>(f, v_tile);
         pass_turn();
         ptx::wgmma_wait<1>();
         ptx::pin_registers(f.s);
         release(s.k_empty[k_slot.stage]);
         if (block == range.begin) release(s.q_empty);
         const bool grew = finish_scores(block);
+        // The exponentials are to run under P V: the compiler may not move them past this wait, and
+        // will not move the wait for P V before it.
+        ptx::pin_registers(f.s);
+        await_next_scores(block);
         ptx::wgmma_wait<0>();
         ptx::pin_registers(f.o);
         release(s.v_empty[v_slot.stage]);
-        if (grew) rescale_output<Config>(f, factor);
+        if (__builtin_expect(grew, false)) rescale_output<Config>(f, factor);
         pack_probabilities<Config>(f);
       }
 
       v_slot = Slot<kStages>(blocks++);
       ptx::mbarrier_wait(shared_address(&s.v_full[v_slot.stage]), v_slot.parity);
-      issue_output<Config>(f, shared_address(s.v[v_slot.stage]));
+      issue_output<Config>(f, v(v_slot));
       ptx::wgmma_wait<0>();
       ptx::pin_registers(f.o);
       release(s.v_empty[v_slot.stage]);
