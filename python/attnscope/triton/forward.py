@@ -116,8 +116,8 @@ def forward(
             *_strides(q), *_strides(k), *_strides(v),
             rows_q, rows_k, seqlen_q, seqlen_k, heads_q, heads_q // heads_kv, blocks_m,
             left, right, inner_scale, cap, outer_scale,
-            PACKED=packed, HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, SCORES=scores,
-            D=head_dim, DV=head_dim_v, BLOCK_D=padded, BLOCK_DV=padded_v,
+            PACKED=packed, HAS_LEFT=bool(left >= 0), HAS_RIGHT=bool(right >= 0), SCORES=scores,
+            D=int(head_dim), DV=int(head_dim_v), BLOCK_D=padded, BLOCK_DV=padded_v,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n,
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
