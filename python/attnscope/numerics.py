@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnscope.inputs import KINDS as KINDS
+from attnscope.inputs import Case, make_inputs
 from attnscope.reference import attention_reference, naive_attention_blocked
 
 C_FORWARD = 2.0
@@ -25,18 +27,18 @@ C_FORWARD = 2.0
 # error. In fp32 and fp64 it is the order of summation: the baseline's is a library's best, and the
 # reference has an fp64 rounding of its own.
 FLOOR_ULPS = {torch.bfloat16: 1.0, torch.float16: 1.0, torch.float32: 32.0, torch.float64: 256.0}
+# Of the scores' dtype (fp32, or fp64), times |lse|: a score is rounded a few times at its own size,
+# which is about |lse|, and its error is a relative error of its weight.
+SCORE_ULPS = 4.0
 LSE_FLOOR_ULPS = 32.0  # of fp32, at max(1, |lse|)
 TANH_APPROX = 2.0**-11  # relative error of the hardware's tanh, which a softcap may use
 NEARBY = 32  # rows on either side
-
-KINDS = ("normal", "large_logits", "outliers", "constant_rows", "wide_range")
 
 # Scores (query-key pairs over all heads) up to which every row is compared; above, a sample of
 # heads and rows. All of the paper's shapes are below it on a GPU.
 FULL_SCORES = {"cuda": 1 << 34, "cpu": 1 << 25}
 _SAMPLE_BLOCKS = 8
 
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 ForwardFn = Callable[..., tuple[Tensor, Tensor | None]]
 
 
@@ -61,42 +63,6 @@ class Verdict:
     lse_margin: float | None = None
     repeatable: bool | None = None
     checked: str = "all rows"
-
-
-@dataclass(frozen=True)
-class _Case:
-    """The part of a workload that numbers depend on."""
-
-    batch: int
-    seqlen_q: int
-    seqlen_k: int
-    heads_q: int
-    heads_kv: int
-    head_dim: int
-    head_dim_v: int
-    dtype: str
-    causal: bool
-    window: tuple[int, int]
-    softcap: float
-    seqlens: tuple[tuple[int, int], ...] | None
-
-    @classmethod
-    def of(cls, workload: Any) -> _Case:
-        fields = {name: getattr(workload, name) for name in cls.__dataclass_fields__}
-        seqlens = fields["seqlens"]
-        fields["window"] = tuple(fields["window"])
-        fields["seqlens"] = None if seqlens is None else tuple(tuple(pair) for pair in seqlens)
-        return cls(**fields)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"causal": self.causal, "window": self.window, "softcap": self.softcap}
-
-    def scores_per_head(self) -> int:
-        """Query-key pairs of one head over the whole batch."""
-        if self.seqlens is None:
-            return self.batch * self.seqlen_q * self.seqlen_k
-        return sum(len_q * len_k for len_q, len_k in self.seqlens)
 
 
 def compare_forward(
@@ -130,7 +96,9 @@ def compare_forward(
 
     err, base = _row_errors(out, ref_out), _row_errors(baseline_out, ref_out)
     magnitude = _finite(ref_out).abs().amax(-1).transpose(-1, -2)
+    scores = torch.promote_types(out.dtype, torch.float32)
     floor = FLOOR_ULPS[out.dtype] * _ulp(magnitude, out.dtype)
+    floor += SCORE_ULPS * _finite(ref_lse).abs() * _ulp(magnitude, scores)
     margin, at = _worst(err, base, floor)
     verdict = Verdict(
         passed=margin <= 1.0,
@@ -175,7 +143,7 @@ def check_forward_fn(
     before each of two runs, so what it does not write shows; `repeatable` says whether the two
     agree bitwise (a report, no condition). Exceptions of fn pass through.
     """
-    case, device = _Case.of(workload), torch.device(device)
+    case, device = Case.of(workload), torch.device(device)
     inputs = make_inputs(case, kind, seed, device)
     truth = _truth(case, kind, seed, device)
     runs = []
@@ -191,66 +159,11 @@ def check_forward_fn(
     return replace(verdict, repeatable=repeatable)
 
 
-def make_inputs(
-    workload: Any, kind: str = "normal", seed: int = 0, device: str | torch.device = "cuda"
-) -> Inputs:
-    """(q, k, v, cu_seqlens_q, cu_seqlens_k) of a workload; the last two None when dense.
-
-    The same kind, seed and device type give the same tensors. Kinds: `normal`; `large_logits`,
-    logits of a few hundred, exact in every dtype where 1/sqrt(D) is a power of two; `outliers`, one
-    element in 256 is 16 times larger; `constant_rows`, all keys of a head equal, so every visible
-    key weighs the same; `wide_range`, magnitudes from 2^-12 to 2^2 (values to 2^8).
-    """
-    if kind not in KINDS:
-        raise ValueError(f"kind is {kind!r}; allowed: {', '.join(KINDS)}")
-    case, device = _Case.of(workload), torch.device(device)
-    dtype = getattr(torch, case.dtype)
-    if case.seqlens is None:
-        cu_q = cu_k = None
-        lead_q: tuple[int, ...] = (case.batch, case.seqlen_q)
-        lead_k: tuple[int, ...] = (case.batch, case.seqlen_k)
-    else:
-        lengths = torch.tensor(((0, 0), *case.seqlens), dtype=torch.int32)
-        cu_q, cu_k = lengths.cumsum(0, dtype=torch.int32).T.contiguous().to(device)
-        lead_q, lead_k = (int(cu_q[-1]),), (int(cu_k[-1]),)
-    shapes = (
-        (*lead_q, case.heads_q, case.head_dim),
-        (*lead_k, case.heads_kv, case.head_dim),
-        (*lead_k, case.heads_kv, case.head_dim_v),
-    )
-    generator = torch.Generator(device).manual_seed(seed)
-    q, k, v = (
-        _draw(kind, name, shape, generator).to(dtype)
-        for name, shape in zip("qkv", shapes, strict=True)
-    )
-    return q, k, v, cu_q, cu_k
-
-
-def _draw(kind: str, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    device = generator.device
-
-    def uniform() -> Tensor:
-        return torch.rand(shape, generator=generator, device=device)
-
-    if kind == "large_logits" and name != "v":
-        return torch.randint(-1, 2, shape, generator=generator, device=device) * 16.0
-    if kind == "wide_range":
-        low, high = (-12.0, 8.0) if name == "v" else (-12.0, 2.0)
-        sign = torch.randint(0, 2, shape, generator=generator, device=device) * 2.0 - 1.0
-        return sign * torch.exp2(low + (high - low) * uniform())
-    values = torch.randn(shape, generator=generator, device=device)
-    if kind == "outliers":
-        return torch.where(uniform() < 1 / 256, 16.0 * values, values)
-    if kind == "constant_rows" and name == "k":
-        return values[..., :1, :, :].expand(shape)
-    return values
-
-
 @dataclass(frozen=True)
 class _Truth:
     """Reference and baseline of one case, with the heads and rows they cover (None: all)."""
 
-    case: _Case
+    case: Case
     pairs: Tensor | None  # int64 [2, P]: batch entry and head; packed: zeros and head
     rows: Tensor | None
     ref: tuple[Tensor, Tensor]
@@ -289,7 +202,7 @@ class _Truth:
 
 
 @lru_cache(maxsize=1)
-def _truth(case: _Case, kind: str, seed: int, device: torch.device) -> _Truth:
+def _truth(case: Case, kind: str, seed: int, device: torch.device) -> _Truth:
     q, k, v, cu_q, cu_k = make_inputs(case, kind, seed, device)
     pairs, rows = _sample(case, seed, device)
     if pairs is not None:
@@ -308,7 +221,7 @@ def _truth(case: _Case, kind: str, seed: int, device: torch.device) -> _Truth:
     return _Truth(case, pairs, rows, ref, (out, lse))
 
 
-def _sample(case: _Case, seed: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+def _sample(case: Case, seed: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
     """Which (batch entry, head) pairs and rows to compare: the edges and a seeded choice."""
     limit = FULL_SCORES[device.type]
     if case.heads_q * case.scores_per_head() <= limit:
@@ -335,7 +248,7 @@ def _choose(count: int, take: int, generator: torch.Generator) -> Tensor:
     return torch.cat((torch.tensor([count - 1, 0][:count]), inner))[:take].sort().values
 
 
-def _poison(case: _Case, q: Tensor) -> None:
+def _poison(case: Case, q: Tensor) -> None:
     """Leave NaN in the free memory that the allocator will hand out for out and lse."""
     rows = q.shape[:-1]
     held = [
