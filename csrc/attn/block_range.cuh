@@ -3,9 +3,9 @@
 
 namespace attnscope {
 
-// Query i sees keys j with i + shift - left <= j <= i + shift + right, shift = Sk - Sq; a bound of -1
-// means unbounded. Rows and keys count from the start of their sequence. The binding turns a bound of Sq + Sk or
-// more into -1, so the sums below stay in range.
+// Query i sees keys j with i + shift - left <= j <= i + shift + right, shift = Sk - Sq; a bound of
+// -1 means unbounded. Rows and keys count from the start of their sequence. The binding turns a
+// bound of Sq + Sk or more into -1, so the sums below stay in range.
 struct Window {
   int shift;
   int left;

@@ -11,8 +11,8 @@ struct Segment {
   int length;
 };
 
-// cu_seqlens may hold anything: the range is clamped to [0, total] and to `max_length`, so a bad one
-// gives a wrong result but never an access out of bounds.
+// cu_seqlens may hold anything: the range is clamped to [0, total] and to `max_length`, so a bad
+// one gives a wrong result but never an access out of bounds.
 __device__ __forceinline__ Segment segment(const int32_t* cu_seqlens, int64_t total, int max_length,
                                            int batch) {
   if (cu_seqlens == nullptr) return {0, batch, max_length};

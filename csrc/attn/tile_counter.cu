@@ -1,8 +1,8 @@
-#include "attn/tile_counter.h"
-
 #include <map>
 #include <mutex>
 #include <utility>
+
+#include "attn/tile_counter.h"
 
 namespace attnscope {
 namespace {
@@ -38,13 +38,15 @@ TileCounter* take(Pool& pool) {
 
 TileCounter* tile_counter(cudaStream_t stream) {
   static std::mutex mutex;
-  static std::map<int, Pool> pools;                                                   // by device
-  static std::map<std::pair<int, unsigned long long>, TileCounter*> stream_counters;  // by device and stream
+  static std::map<int, Pool> pools;  // by device
+  static std::map<std::pair<int, unsigned long long>, TileCounter*>
+      stream_counters;  // by device and stream
 
   int device = 0;
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   unsigned long long id = 0;  // a handle can come back after its stream is gone; an id cannot
-  if (cudaGetDevice(&device) != cudaSuccess || cudaStreamIsCapturing(stream, &capture) != cudaSuccess ||
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaStreamIsCapturing(stream, &capture) != cudaSuccess ||
       cudaStreamGetId(stream, &id) != cudaSuccess) {
     return nullptr;
   }

@@ -12,10 +12,10 @@ struct TileOrder {
 };
 
 // One head after the other keeps its K and V in L2. Under a causal mask the last tiles of a head
-// cost the most: taken first, across as many heads as fit in L2 together, they leave the short tiles
-// to even out the end (longest processing time first).
-inline TileOrder tile_order(int m_blocks, int batch, int heads_q, int heads_kv, long long kv_bytes_per_head,
-                            bool longest_first) {
+// cost the most: taken first, across as many heads as fit in L2 together, they leave the short
+// tiles to even out the end (longest processing time first).
+inline TileOrder tile_order(int m_blocks, int batch, int heads_q, int heads_kv,
+                            long long kv_bytes_per_head, bool longest_first) {
   constexpr long long kL2Share = 32 << 20;  // of 40 to 60 MB
   TileOrder order{m_blocks, batch * heads_q, 1};
   if (longest_first) {

@@ -5,22 +5,25 @@
 #include <string>
 
 #include "kernels/sm80_forward/config.cuh"
+#include "kernels/sm90_forward/config.cuh"
 
 namespace attnscope::binding {
 namespace {
 
+template <class Tile>
+void append(std::ostringstream& json, const char* kernel, const Tile& t, int blocks_per_sm) {
+  json << (json.tellp() > 1 ? ", " : "") << "{\"kernel\": \"" << kernel
+       << "\", \"head_dim\": " << t.head_dim << ", \"block_m\": " << t.block_m
+       << ", \"block_n\": " << t.block_n << ", \"threads\": " << t.threads()
+       << ", \"stages\": " << t.stages << ", \"shared_bytes\": " << t.shared_bytes()
+       << ", \"blocks_per_sm\": " << blocks_per_sm << ", \"reason\": \"" << t.reason << "\"}";
+}
+
 std::string kernels() {
   std::ostringstream json;
   json << "[";
-  const char* separator = "";
-  for (const auto& t : sm80::kForwardTiles) {
-    json << separator << "{\"kernel\": \"sm80_forward\", \"head_dim\": " << t.head_dim
-         << ", \"block_m\": " << t.block_m << ", \"block_n\": " << t.block_n
-         << ", \"threads\": " << t.threads() << ", \"stages\": " << t.stages
-         << ", \"shared_bytes\": " << t.shared_bytes() << ", \"blocks_per_sm\": " << t.blocks_per_sm
-         << ", \"reason\": \"" << t.reason << "\"}";
-    separator = ", ";
-  }
+  for (const auto& t : sm80::kForwardTiles) append(json, "sm80_forward", t, t.blocks_per_sm);
+  for (const auto& t : sm90::kForwardTiles) append(json, "sm90_forward", t, 1);
   json << "]";
   return json.str();
 }

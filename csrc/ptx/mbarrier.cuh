@@ -23,18 +23,19 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, int 
                : "memory");
 }
 
-// Waits for the phase of the given parity to complete.
+// Waits for the phase of the given parity to complete. The time hint lets the hardware park the
+// warp: without it a waiting warp polls, and takes issue slots from the ones that work.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity) {
   asm volatile(
       "{\n"
       ".reg .pred p;\n"
       "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1, %2;\n"
       "@p bra done;\n"
       "bra again;\n"
       "done:\n"
       "}\n" ::"r"(barrier),
-      "r"(parity)
+      "r"(parity), "r"(10'000'000)
       : "memory");
 }
 

@@ -8,13 +8,13 @@
 
 namespace attnscope::ptx {
 
-// d += a * b with a [16, 16] row-major, b [16, 8] column-major, d [16, 8] in fp32.
+// d += a * b with a [16, 16] row-major, b [16, 8] column-major, d [16, 8] in fp32, 4 a thread.
 template <class Element>
-__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+__device__ __forceinline__ void mma_m16n8k16(float* d, const uint32_t (&a)[4], uint32_t b0,
                                              uint32_t b1);
 
 template <>
-__device__ __forceinline__ void mma_m16n8k16<__nv_bfloat16>(float (&d)[4], const uint32_t (&a)[4],
+__device__ __forceinline__ void mma_m16n8k16<__nv_bfloat16>(float* d, const uint32_t (&a)[4],
                                                             uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
@@ -24,8 +24,8 @@ __device__ __forceinline__ void mma_m16n8k16<__nv_bfloat16>(float (&d)[4], const
 }
 
 template <>
-__device__ __forceinline__ void mma_m16n8k16<__half>(float (&d)[4], const uint32_t (&a)[4],
-                                                     uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void mma_m16n8k16<__half>(float* d, const uint32_t (&a)[4], uint32_t b0,
+                                                     uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"

@@ -32,7 +32,10 @@ __device__ __forceinline__ int uniform(int value) {
 // additions of a warp first, at a cost in registers.) PTX ISA 9.7.13.5.
 __device__ __forceinline__ int atomic_add(int* global, int value) {
   int before;
-  asm volatile("atom.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(global), "r"(value) : "memory");
+  asm volatile("atom.global.add.s32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(global), "r"(value)
+               : "memory");
   return before;
 }
 

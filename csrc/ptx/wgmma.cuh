@@ -28,10 +28,11 @@ __device__ __forceinline__ void pin_registers(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Descriptors of tiles in shared memory: column blocks of [rows][64] 16-bit elements under the 128-byte
-// swizzle, 1024-byte aligned, one 8-row group being 1024 bytes. The low word holds the address and
-// `leading_bytes`, the distance of column blocks where the operand is N-major (K-major operands ignore
-// it); moving by a number of bytes is an addition, since shared addresses fit their 14 bits.
+// Descriptors of tiles in shared memory: column blocks of [rows][64] 16-bit elements under the
+// 128-byte swizzle, 1024-byte aligned, one 8-row group being 1024 bytes. The low word holds the
+// address and `leading_bytes`, the distance of column blocks where the operand is N-major (K-major
+// operands ignore it); moving by a number of bytes is an addition, since shared addresses fit their
+// 14 bits.
 struct WgmmaDescriptor {
   uint32_t low;
 

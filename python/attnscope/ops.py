@@ -26,7 +26,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 _DTYPES = {"cuda": _HALVES, "cpu": (torch.float32, torch.float64, *_HALVES)}
 _INTS = (int, torch.SymInt)
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
-_KERNELS = {"cuda": ("auto", "sm80"), "cpu": ("auto",)}
+_KERNELS = {"cuda": ("auto", "sm80", "sm90"), "cpu": ("auto",)}
 
 
 def check_are_tensors(**arguments: Any) -> None:

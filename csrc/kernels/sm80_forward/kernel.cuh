@@ -2,7 +2,8 @@
 //
 // Problem   out = softmax(mask(cap(q k^T scale))) v and its log-sum-exp, see attn/params.h.
 // Tile      block_m query rows per thread block; every warp owns block_m / warps of them, with O in
-//           registers. K and V pass through shared memory, block_n keys at a time, last block first.
+//           registers. K and V pass through shared memory, block_n keys at a time, last block
+//           first.
 // Pipeline  cp.async fills the next K and V while the tensor cores work on the present ones; the
 //           exponentials of 16 keys are issued between the P V products of the 16 keys before.
 // Softmax   online, in base 2; O is rescaled only when a row's maximum grew by more than 2^8.
@@ -18,9 +19,11 @@
 #include "attn/block_range.cuh"
 #include "attn/params.h"
 #include "attn/score_scales.h"
+#include "attn/scores.cuh"
 #include "attn/seqlen.cuh"
+#include "attn/tail.cuh"
 #include "attn/tile_order.cuh"
-#include "kernels/sm80_forward/config.cuh"
+#include "kernels/sm80_forward/tiles.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
@@ -28,164 +31,27 @@
 
 namespace attnscope::sm80 {
 
-template <class Element_, int kHeadDim_>
-struct ForwardConfig {
-  using Element = Element_;
-  static constexpr int kHeadDim = kHeadDim_;
-  static constexpr ForwardTile kTile = forward_tile(kHeadDim);
-  static constexpr int kBlockM = kTile.block_m;
-  static constexpr int kBlockN = kTile.block_n;
-  static constexpr int kWarps = kTile.warps;
-  static constexpr int kThreads = kTile.threads();
-  static constexpr int kStages = kTile.stages;
-  static constexpr int kRowTiles = kBlockM / kWarps / 16;  // m16 tiles of a warp
-  static constexpr int kRows = 2 * kRowTiles;              // rows of a thread
-  static constexpr bool kQInRegisters = kTile.q_in_registers;
-
-  // Shared rows are cut into column blocks of 64 elements (32 where 64 does not divide): 128-byte
-  // (64-byte) rows whose 16-byte chunks are permuted by the row, so ldmatrix meets no bank twice.
-  static constexpr int kBlockCols = kHeadDim % 64 == 0 ? 64 : 32;
-  static constexpr int kRowBytes = 2 * kBlockCols;
-
-  static_assert(kTile.head_dim == kHeadDim, "the tile table has no row for this head dim");
-  static_assert(kHeadDim % 32 == 0, "head dim tiles are multiples of 32");
-  static_assert(kBlockM % (16 * kWarps) == 0, "each warp owns whole m16 tiles");
-  static_assert(kBlockN % 16 == 0, "keys are consumed 16 at a time");
-  static_assert(kStages == 1 || kStages == 2, "K and V are single or double buffered");
-};
-
-template <class Config>
-struct ForwardShared {
-  using Element = typename Config::Element;
-  alignas(128) Element q[Config::kBlockM * Config::kHeadDim];  // O on its way out, too
-  alignas(128) Element k[Config::kStages][Config::kBlockN * Config::kHeadDim];
-  alignas(128) Element v[Config::kStages][Config::kBlockN * Config::kHeadDim];
-};
-
-// Byte offset of 16-byte chunk `chunk` of row `row` in a swizzled tile of `kTileRows` rows.
-template <class Config, int kTileRows>
-__device__ __forceinline__ uint32_t tile_offset(int row, int chunk) {
-  constexpr int kChunks = Config::kBlockCols / 8;
-  const int block = chunk / kChunks;
-  const int key = kChunks == 8 ? row & 7 : (row >> 1) & 3;
-  return (block * kTileRows + row) * Config::kRowBytes + ((chunk % kChunks) ^ key) * 16;
-}
-
-// The rows of one head in global memory, and the chunks of every tile that this thread copies: the
-// threads of a 128-byte (64-byte) row segment are neighbours, and the rows of a thread keep one
-// swizzle key, so all its shared addresses are one base and constants.
-template <class Config>
-struct TileSource {
-  using Element = typename Config::Element;
-  static constexpr int kChunks = Config::kBlockCols / 8;
-  static constexpr int kRowStep = Config::kThreads / kChunks;
-
-  const Element* lane_rows;  // this thread's chunk of its first row
-  int64_t row_stride;
-  int head_dim;
-
-  __device__ __forceinline__ TileSource(const void* data, const Strides& strides, const Segment& segment,
-                                        int head, int head_dim_)
-      : row_stride(strides.row), head_dim(head_dim_) {
-    lane_rows = static_cast<const Element*>(data) + int64_t{segment.batch} * strides.batch + head * strides.head +
-                (segment.row + lane_row()) * row_stride + lane_chunk() * 8;
-  }
-  static __device__ __forceinline__ int lane_row() { return threadIdx.x / kChunks; }
-  static __device__ __forceinline__ int lane_chunk() { return threadIdx.x % kChunks; }
-
-  // Starts the copy of rows first_row + [0, kTileRows) into shared memory; rows past `valid_rows` and
-  // columns past the true head dim become zero, so rubbish there (NaN too) cannot reach a product.
-  template <int kTileRows>
-  __device__ __forceinline__ void load(int first_row, int valid_rows, uint32_t shared) const {
-    static_assert(kTileRows % kRowStep == 0, "every thread copies the same number of rows");
-    shared += tile_offset<Config, kTileRows>(lane_row(), lane_chunk());
-    const Element* from = lane_rows + first_row * row_stride;
-    const bool whole = valid_rows >= kTileRows && head_dim == Config::kHeadDim;
-#pragma unroll
-    for (int i = 0; i < kTileRows / kRowStep; ++i) {
-#pragma unroll
-      for (int block = 0; block < Config::kHeadDim / Config::kBlockCols; ++block) {
-        const uint32_t to = shared + (block * kTileRows + i * kRowStep) * Config::kRowBytes;
-        if (whole) {
-          ptx::cp_async_16(to, from + block * Config::kBlockCols);
-        } else {
-          const bool valid = lane_row() + i * kRowStep < valid_rows &&
-                             block * Config::kBlockCols + lane_chunk() * 8 < head_dim;
-          ptx::cp_async_16_zfill(to, valid ? from + block * Config::kBlockCols : lane_rows, valid);
-        }
-      }
-      from += kRowStep * row_stride;
-    }
-  }
-};
-
 // A thread's share of its warp's rows: in every m16 tile rows g and g + 8, g = lane / 4.
 template <class Config>
 struct Accumulators {
-  float o[Config::kRowTiles][Config::kHeadDim / 8][4];
-  float s[Config::kRowTiles][Config::kBlockN / 8][4];
-  // The maximum that P and row_sum refer to, times scale_log2. It starts at the lowest finite float:
-  // then no difference below is ever inf - inf, and rows without keys need no care.
+  float o[Config::kRowTiles][Config::kHeadDim / 2];
+  float s[Config::kRowTiles][Config::kBlockN / 2];
+  // The maximum that P and row_sum refer to, times scale_log2. It starts at the lowest finite
+  // float: then no difference below is ever inf - inf, and rows without keys need no care.
   float row_max[Config::kRows];
   float row_sum[Config::kRows];  // this thread's columns only
 };
 
-// Addresses of a lane for ldmatrix: A operands and V^T take rows by lane % 16 and a chunk by
-// lane / 16; K takes rows by lane % 8 + 8 (lane / 16) and a chunk by lane / 8 % 2.
-template <class Config, int kTileRows>
-struct FragmentAddress {
-  uint32_t base;
-  __device__ __forceinline__ FragmentAddress(uint32_t tile, int row, int chunk)
-      : base(tile + tile_offset<Config, kTileRows>(row, chunk)) {}
-  // The address `row16` tiles of 16 rows down and `step` pairs of chunks to the right: both keep
-  // the swizzle key, and the chunk index enters by exclusive or.
-  __device__ __forceinline__ uint32_t at(int row16, int step) const {
-    constexpr int kSteps = Config::kBlockCols / 16;
-    return (base ^ (step % kSteps * 32)) + (step / kSteps * kTileRows + row16 * 16) * Config::kRowBytes;
-  }
-};
-
-// A warp's Q as A operands: kept in registers where they are to spare, else read from shared memory
-// for every block of keys.
 template <class Config>
-struct QueryFragments {
-  static constexpr int kSteps = Config::kHeadDim / 16;
-  FragmentAddress<Config, Config::kBlockM> address;
-  uint32_t kept[Config::kQInRegisters ? kSteps : 1][Config::kRowTiles][4];
-
-  __device__ __forceinline__ void keep() {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) read(kept[step], step);
-  }
-  __device__ __forceinline__ void read(uint32_t (&a)[Config::kRowTiles][4], int step) const {
-#pragma unroll
-    for (int m = 0; m < Config::kRowTiles; ++m) ptx::ldmatrix_x4(a[m], address.at(m, step));
-  }
-  __device__ __forceinline__ void get(uint32_t (&a)[Config::kRowTiles][4], int step) const {
-    if constexpr (Config::kQInRegisters) {
-#pragma unroll
-      for (int m = 0; m < Config::kRowTiles; ++m) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) a[m][i] = kept[step][m][i];
-      }
-    } else {
-      read(a, step);
-    }
-  }
-};
-
-template <class Config>
-__device__ __forceinline__ void compute_scores(Accumulators<Config>& acc, const QueryFragments<Config>& q,
+__device__ __forceinline__ void compute_scores(Accumulators<Config>& acc,
+                                               const QueryFragments<Config>& q,
                                                const FragmentAddress<Config, Config::kBlockN>& k) {
   constexpr int kSteps = Config::kHeadDim / 16;
   constexpr int kPairs = Config::kBlockN / 16;
 #pragma unroll
   for (int m = 0; m < Config::kRowTiles; ++m) {
 #pragma unroll
-    for (int n = 0; n < Config::kBlockN / 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) acc.s[m][n][i] = 0.0f;
-    }
+    for (int i = 0; i < Config::kBlockN / 2; ++i) acc.s[m][i] = 0.0f;
   }
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
@@ -197,62 +63,16 @@ __device__ __forceinline__ void compute_scores(Accumulators<Config>& acc, const 
       ptx::ldmatrix_x4(b, k.at(pair, step));
 #pragma unroll
       for (int m = 0; m < Config::kRowTiles; ++m) {
-        ptx::mma_m16n8k16<typename Config::Element>(acc.s[m][2 * pair], a[m], b[0], b[1]);
-        ptx::mma_m16n8k16<typename Config::Element>(acc.s[m][2 * pair + 1], a[m], b[2], b[3]);
-      }
-    }
-  }
-}
-
-// Scores to final logits where the plain path (base-2 exponent of s * scale) does not serve: softcap,
-// and scales that are not positive, whose maximum is not that of the raw scores.
-template <class Config>
-__device__ __forceinline__ void transform_scores(Accumulators<Config>& acc, float scale, float softcap) {
-  constexpr float kLog2e = 1.4426950408889634f;
-#pragma unroll
-  for (int m = 0; m < Config::kRowTiles; ++m) {
-#pragma unroll
-    for (int n = 0; n < Config::kBlockN / 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float s = acc.s[m][n][i] * scale;
-        if (softcap > 0.0f) {
-          // tanh(x) = 1 - 2 / (e^2x + 1); tanh.approx would cost 2^-11 of the cap.
-          const float e = ptx::exp2_approx(s / softcap * (2.0f * kLog2e));
-          s = softcap * (1.0f - __fdividef(2.0f, e + 1.0f));
-        }
-        acc.s[m][n][i] = s;
-      }
-    }
-  }
-}
-
-template <class Config>
-__device__ __forceinline__ void mask_scores(Accumulators<Config>& acc, const Window& window, int first_row,
-                                            int first_key, int seqlen_k) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int m = 0; m < Config::kRowTiles; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = first_row + m * 16 + half * 8 + lane / 4;
-      const int begin = window.first_key(row) - first_key - lane % 4 * 2;
-      const int end = window.end_key(row, seqlen_k) - first_key - lane % 4 * 2;
-#pragma unroll
-      for (int n = 0; n < Config::kBlockN / 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int key = n * 8 + i;
-          if (key < begin || key >= end) acc.s[m][n][half * 2 + i] = -INFINITY;
-        }
+        ptx::mma_m16n8k16<typename Config::Element>(&acc.s[m][8 * pair], a[m], b[0], b[1]);
+        ptx::mma_m16n8k16<typename Config::Element>(&acc.s[m][8 * pair + 4], a[m], b[2], b[3]);
       }
     }
   }
 }
 
 // Raises the reference maxima where a row's new maximum passed them by more than kHeadroom, and
-// scales O and the sums to match. Below that P stays under 2^8, which costs no accuracy in fp32 sums
-// and none in P, whose relative precision is the same at any scale.
+// scales O and the sums to match. Below that P stays under 2^8, which costs no accuracy in fp32
+// sums and none in P, whose relative precision is the same at any scale.
 template <class Config>
 __device__ __forceinline__ void update_row_max(Accumulators<Config>& acc, float scale_log2) {
   constexpr float kHeadroom = 8.0f;
@@ -262,10 +82,10 @@ __device__ __forceinline__ void update_row_max(Accumulators<Config>& acc, float 
   for (int m = 0; m < Config::kRowTiles; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float x = fmaxf(acc.s[m][0][half * 2], acc.s[m][0][half * 2 + 1]);
+      float x = fmaxf(acc.s[m][half * 2], acc.s[m][half * 2 + 1]);
 #pragma unroll
       for (int n = 1; n < Config::kBlockN / 8; ++n) {
-        x = fmaxf(x, fmaxf(acc.s[m][n][half * 2], acc.s[m][n][half * 2 + 1]));
+        x = fmaxf(x, fmaxf(acc.s[m][4 * n + half * 2], acc.s[m][4 * n + half * 2 + 1]));
       }
       x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
       x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
@@ -283,8 +103,8 @@ __device__ __forceinline__ void update_row_max(Accumulators<Config>& acc, float 
     acc.row_sum[r] *= factor;
 #pragma unroll
     for (int d = 0; d < Config::kHeadDim / 8; ++d) {
-      acc.o[r / 2][d][r % 2 * 2] *= factor;
-      acc.o[r / 2][d][r % 2 * 2 + 1] *= factor;
+      acc.o[r / 2][4 * d + r % 2 * 2] *= factor;
+      acc.o[r / 2][4 * d + r % 2 * 2 + 1] *= factor;
     }
   }
 }
@@ -292,22 +112,22 @@ __device__ __forceinline__ void update_row_max(Accumulators<Config>& acc, float 
 // Exponentials [kBegin, kEnd) of the 8 kRowTiles a thread owns among 16 keys; scores become
 // probabilities in place.
 template <class Config>
-__device__ __forceinline__ void exponentiate(Accumulators<Config>& acc, float scale_log2, int keys16,
-                                             int begin, int end) {
+__device__ __forceinline__ void exponentiate(Accumulators<Config>& acc, float scale_log2,
+                                             int keys16, int begin, int end) {
 #pragma unroll
   for (int i = begin; i < end; ++i) {
-    const int m = i / 8, n = 2 * keys16 + i / 4 % 2, e = i % 4;
-    const int r = 2 * m + e / 2;
-    const float p = ptx::exp2_approx(fmaf(acc.s[m][n][e], scale_log2, -acc.row_max[r]));
-    acc.s[m][n][e] = p;
-    acc.row_sum[r] += p;
+    const int m = i / 8, r = 2 * m + i % 4 / 2;
+    float& s = acc.s[m][8 * keys16 + i % 8];
+    s = ptx::exp2_approx(fmaf(s, scale_log2, -acc.row_max[r]));
+    acc.row_sum[r] += s;
   }
 }
 
 // O += P V. The probabilities of the next 16 keys are computed between the products of these.
 template <class Config>
-__device__ __forceinline__ void accumulate_output(Accumulators<Config>& acc, float scale_log2,
-                                                  const FragmentAddress<Config, Config::kBlockN>& v) {
+__device__ __forceinline__ void accumulate_output(
+    Accumulators<Config>& acc, float scale_log2,
+    const FragmentAddress<Config, Config::kBlockN>& v) {
   using Element = typename Config::Element;
   constexpr int kSteps = Config::kBlockN / 16;
   constexpr int kPairs = Config::kHeadDim / 16;
@@ -318,11 +138,11 @@ __device__ __forceinline__ void accumulate_output(Accumulators<Config>& acc, flo
     uint32_t a[Config::kRowTiles][4];
 #pragma unroll
     for (int m = 0; m < Config::kRowTiles; ++m) {
-      const auto& s = acc.s[m];
-      a[m][0] = ptx::pack<Element>(s[2 * step][0], s[2 * step][1]);
-      a[m][1] = ptx::pack<Element>(s[2 * step][2], s[2 * step][3]);
-      a[m][2] = ptx::pack<Element>(s[2 * step + 1][0], s[2 * step + 1][1]);
-      a[m][3] = ptx::pack<Element>(s[2 * step + 1][2], s[2 * step + 1][3]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* s = &acc.s[m][8 * step + 2 * i];
+        a[m][i] = ptx::pack<Element>(s[0], s[1]);
+      }
     }
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) {
@@ -330,19 +150,18 @@ __device__ __forceinline__ void accumulate_output(Accumulators<Config>& acc, flo
       ptx::ldmatrix_x4_trans(b, v.at(step, pair));
 #pragma unroll
       for (int m = 0; m < Config::kRowTiles; ++m) {
-        ptx::mma_m16n8k16<Element>(acc.o[m][2 * pair], a[m], b[0], b[1]);
-        ptx::mma_m16n8k16<Element>(acc.o[m][2 * pair + 1], a[m], b[2], b[3]);
+        ptx::mma_m16n8k16<Element>(&acc.o[m][8 * pair], a[m], b[0], b[1]);
+        ptx::mma_m16n8k16<Element>(&acc.o[m][8 * pair + 4], a[m], b[2], b[3]);
       }
       if (step + 1 < kSteps) {
-        exponentiate(acc, scale_log2, step + 1, kExps * pair / kPairs,
-                     kExps * (pair + 1) / kPairs);
+        exponentiate(acc, scale_log2, step + 1, kExps * pair / kPairs, kExps * (pair + 1) / kPairs);
       }
     }
   }
 }
 
-// O / sum through the warp's own rows of shared memory to global, 16 bytes a store, and the LSE. Where
-// the tile lies is worked out again here rather than kept in registers through the main loop.
+// O / sum through the warp's own rows of shared memory to global, 16 bytes a store, and the LSE.
+// Where the tile lies is worked out again here rather than kept in registers through the main loop.
 template <class Config>
 __device__ __forceinline__ void store_output(Accumulators<Config>& acc, const ForwardParams& p,
                                              const TileOrder& order, uint32_t shared_q,
@@ -354,7 +173,8 @@ __device__ __forceinline__ void store_output(Accumulators<Config>& acc, const Fo
   const int first_row = tile.m_block * Config::kBlockM, seqlen_q = seg_q.length;
   Element* out = static_cast<Element*>(p.out) + int64_t{seg_q.batch} * p.out_stride.batch +
                  seg_q.row * p.out_stride.row + head * p.out_stride.head;
-  float* lse = p.lse + int64_t{seg_q.batch} * p.lse_batch_stride + head * p.lse_head_stride + seg_q.row;
+  float* lse =
+      p.lse + int64_t{seg_q.batch} * p.lse_batch_stride + head * p.lse_head_stride + seg_q.row;
   const int lane = threadIdx.x % 32;
   const int warp_row = threadIdx.x / 32 * Config::kRowTiles * 16;
 #pragma unroll
@@ -371,9 +191,10 @@ __device__ __forceinline__ void store_output(Accumulators<Config>& acc, const Fo
     }
 #pragma unroll
     for (int d = 0; d < Config::kHeadDim / 8; ++d) {
-      const uint32_t packed = ptx::pack<Element>(acc.o[r / 2][d][r % 2 * 2] * inverse,
-                                                 acc.o[r / 2][d][r % 2 * 2 + 1] * inverse);
-      const uint32_t at = shared_q + tile_offset<Config, Config::kBlockM>(tile_row, d) + lane % 4 * 4;
+      const uint32_t packed = ptx::pack<Element>(acc.o[r / 2][4 * d + r % 2 * 2] * inverse,
+                                                 acc.o[r / 2][4 * d + r % 2 * 2 + 1] * inverse);
+      const uint32_t at =
+          shared_q + tile_offset<Config, Config::kBlockM>(tile_row, d) + lane % 4 * 4;
       asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(packed) : "memory");
     }
   }
@@ -394,18 +215,6 @@ __device__ __forceinline__ void store_output(Accumulators<Config>& acc, const Fo
   }
 }
 
-// Rows of a packed batch that belong to no sequence are rows without keys.
-template <class Config>
-__device__ __forceinline__ void clear_tail(const ForwardParams& p, int head) {
-  using Element = typename Config::Element;
-  const int64_t begin = min(max(static_cast<int64_t>(p.cu_seqlens_q[p.batch]), int64_t{0}), p.total_q);
-  for (int64_t row = begin; row < p.total_q; ++row) {
-    Element* out = static_cast<Element*>(p.out) + row * p.out_stride.row + head * p.out_stride.head;
-    for (int d = threadIdx.x; d < p.head_dim_v; d += blockDim.x) out[d] = Element(0.0f);
-    if (threadIdx.x == 0) p.lse[head * p.lse_head_stride + row] = -INFINITY;
-  }
-}
-
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ TileOrder order,
@@ -418,7 +227,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   auto& shared = *reinterpret_cast<ForwardShared<Config>*>(shared_memory);
 
   if (blockIdx.x >= order.m_blocks * order.heads) {
-    clear_tail<Config>(p, blockIdx.x - order.m_blocks * order.heads);
+    clear_tail<Element>(p, blockIdx.x - order.m_blocks * order.heads, threadIdx.x,
+                        Config::kThreads);
     return;
   }
   const Tile tile = tile_at(order, blockIdx.x);
@@ -434,12 +244,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const TileSource<Config> v(p.v, p.v_stride, seg_k, head_kv, p.head_dim_v);
 
   const Window window{seg_k.length - seg_q.length, p.window_left, p.window_right};
-  const BlockRange range = block_range(window, first_row, min(first_row + kBlockM, seg_q.length),
-                                       seg_k.length, kBlockN);
-
-  // Plain path: P = 2^(s * scale_log2 - max). Else the scores are final before the maximum.
-  const float scale = static_cast<float>(p.scale), softcap = static_cast<float>(p.softcap);
-  const bool transform = softcap > 0.0f || !(scale > 0.0f);
+  const int end_row = min(first_row + kBlockM, seg_q.length);
+  const BlockRange range = block_range(window, first_row, end_row, seg_k.length, kBlockN);
+  // Keys that no row here sees are loaded as zeros: whatever V holds there, 0 times it must be 0.
+  const int first_key = window.first_key(first_row),
+            end_key = window.end_key(end_row - 1, seg_k.length);
 
   const int lane = threadIdx.x % 32;
   const int warp_row = threadIdx.x / 32 * Config::kRowTiles * 16;
@@ -449,11 +258,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   constexpr uint32_t kStageBytes = sizeof(shared.k[0]);
 
   const auto load_k = [&](int block, int stage) {
-    k.template load<kBlockN>(block * kBlockN, seg_k.length - block * kBlockN, shared_k + stage * kStageBytes);
+    k.template load<kBlockN>(block * kBlockN, first_key - block * kBlockN,
+                             end_key - block * kBlockN, shared_k + stage * kStageBytes);
     ptx::cp_async_commit();
   };
   const auto load_v = [&](int block, int stage) {
-    v.template load<kBlockN>(block * kBlockN, seg_k.length - block * kBlockN, shared_v + stage * kStageBytes);
+    v.template load<kBlockN>(block * kBlockN, first_key - block * kBlockN,
+                             end_key - block * kBlockN, shared_v + stage * kStageBytes);
     ptx::cp_async_commit();
   };
 
@@ -463,11 +274,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     acc.row_max[r] = -FLT_MAX;
     acc.row_sum[r] = 0.0f;
 #pragma unroll
-    for (int d = 0; d < Config::kHeadDim / 8; ++d) acc.o[r / 2][d][r % 2 * 2] = acc.o[r / 2][d][r % 2 * 2 + 1] = 0.0f;
+    for (int d = 0; d < Config::kHeadDim / 8; ++d) {
+      acc.o[r / 2][4 * d + r % 2 * 2] = acc.o[r / 2][4 * d + r % 2 * 2 + 1] = 0.0f;
+    }
   }
 
   if (range.begin < range.end) {
-    q.template load<kBlockM>(first_row, seg_q.length - first_row, shared_q);
+    q.template load<kBlockM>(first_row, 0, seg_q.length - first_row, shared_q);
     load_k(range.end - 1, 0);
     load_v(range.end - 1, 0);
   }
@@ -484,12 +297,21 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     ptx::cp_async_wait<1>();
     __syncthreads();
     if (kStages == 2 && !last) load_k(block - 1, stage ^ 1);
-    compute_scores<Config>(acc, q_fragments,
-                           FragmentAddress<Config, kBlockN>(shared_k + stage * kStageBytes,
-                                                            lane % 8 + lane / 16 * 8, lane / 8 % 2));
-    if (transform) transform_scores<Config>(acc, scale, softcap);
+    compute_scores<Config>(
+        acc, q_fragments,
+        FragmentAddress<Config, kBlockN>(shared_k + stage * kStageBytes, lane % 8 + lane / 16 * 8,
+                                         lane / 8 % 2));
+    if (scores.transform) {
+#pragma unroll
+      for (int m = 0; m < Config::kRowTiles; ++m)
+        transform_scores(acc.s[m], scores.scale, scores.softcap);
+    }
     if (block < range.full_begin || block >= range.full_end) {
-      mask_scores<Config>(acc, window, first_row + warp_row, block * kBlockN, seg_k.length);
+#pragma unroll
+      for (int m = 0; m < Config::kRowTiles; ++m) {
+        mask_scores(acc.s[m], window, first_row + warp_row + m * 16 + lane / 4, block * kBlockN,
+                    seg_k.length);
+      }
     }
     update_row_max<Config>(acc, scores.scale_log2);
     if (kStages == 2 && !last) {
@@ -505,8 +327,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
         load_v(block - 1, stage ^ 1);
       }
     }
-    accumulate_output<Config>(acc, scores.scale_log2,
-                              FragmentAddress<Config, kBlockN>(shared_v + stage * kStageBytes, lane % 16, lane / 16));
+    accumulate_output<Config>(
+        acc, scores.scale_log2,
+        FragmentAddress<Config, kBlockN>(shared_v + stage * kStageBytes, lane % 16, lane / 16));
     if (kStages == 1) {
       __syncthreads();
       if (!last) load_v(block - 1, 0);

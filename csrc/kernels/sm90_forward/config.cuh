@@ -4,10 +4,12 @@
 namespace attnscope::sm90 {
 
 struct ForwardTile {
-  int head_dim;  // rounded up; smaller head dims are zero-filled by the copy engine
-  int block_m;   // query rows of a thread block, 64 a consumer warpgroup
-  int block_n;   // keys of one step
-  int stages;    // K and V tiles in flight
+  int head_dim;          // rounded up; smaller head dims are zero-filled by the copy engine
+  int block_m;           // query rows of a thread block, 64 a consumer warpgroup
+  int block_n;           // keys of one step
+  int stages;            // K and V tiles in flight
+  bool take_turns;       // consumers issue their products one after the other
+  bool overlap_maximum;  // look for a new maximum beside the exponentials, not before them
   const char* reason;
 
   constexpr int consumers() const { return block_m / 64; }
@@ -18,9 +20,9 @@ struct ForwardTile {
 };
 
 inline constexpr ForwardTile kForwardTiles[] = {
-    {64, 192, 128, 2, "placeholder"},
-    {128, 128, 128, 2, "placeholder"},
-    {256, 128, 80, 2, "placeholder"},
+    {64, 192, 128, 2, true, false, "placeholder"},
+    {128, 128, 128, 2, false, true, "placeholder"},
+    {256, 128, 80, 2, false, false, "placeholder"},
 };
 
 constexpr ForwardTile forward_tile(int head_dim) {

@@ -1,5 +1,3 @@
-#include "kernels/sm90_forward/launch.h"
-
 #include <cuda.h>
 #include <cuda_runtime.h>
 
@@ -7,6 +5,7 @@
 #include <climits>
 
 #include "kernels/sm90_forward/kernel.cuh"
+#include "kernels/sm90_forward/launch.h"
 
 namespace attnscope::sm90 {
 namespace {
@@ -16,8 +15,8 @@ decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   static const auto encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult result;
-    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
-                                                               cudaEnableDefault, &result);
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                               12000, cudaEnableDefault, &result);
     const bool found = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
     return found ? reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function) : nullptr;
   }();
@@ -25,11 +24,14 @@ decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
 }
 
 // [batch, heads, rows, dim] by any strides; boxes of `box_rows` rows of 64 elements, swizzled.
-bool encode_map(CUtensorMap* map, DType dtype, const void* data, const Strides& s, int64_t batch, int64_t heads,
-                int64_t rows, int64_t dim, int box_rows) {
-  const auto type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+bool encode_map(CUtensorMap* map, DType dtype, const void* data, const Strides& s, int64_t batch,
+                int64_t heads, int64_t rows, int64_t dim, int box_rows) {
+  const auto type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                              : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   // A dimension of one may have any stride; the encoder wants multiples of 16 bytes.
-  const auto bytes = [](int64_t size, int64_t stride) { return static_cast<cuuint64_t>(size > 1 ? 2 * stride : 16); };
+  const auto bytes = [](int64_t size, int64_t stride) {
+    return static_cast<cuuint64_t>(size > 1 ? 2 * stride : 16);
+  };
   const cuuint64_t sizes[4] = {static_cast<cuuint64_t>(dim), static_cast<cuuint64_t>(rows),
                                static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(batch)};
   const cuuint64_t strides[3] = {bytes(rows, s.row), bytes(heads, s.head), bytes(batch, s.batch)};
@@ -41,11 +43,11 @@ bool encode_map(CUtensorMap* map, DType dtype, const void* data, const Strides& 
                               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-int multiprocessors() {
-  int device = 0, count = 0;
+int device_attribute(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
   cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  return count;
+  cudaDeviceGetAttribute(&value, attribute, device);
+  return value;
 }
 
 template <class Config>
@@ -54,20 +56,24 @@ cudaError_t launch(const ForwardParams& p, cudaStream_t stream) {
   a.params = p;
   a.scores = score_scales(p);
   const int m_blocks = (p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
-  const int64_t kv_bytes = int64_t{p.seqlen_k} * (p.head_dim + p.head_dim_v) * sizeof(typename Config::Element);
+  const int64_t kv_bytes =
+      int64_t{p.seqlen_k} * (p.head_dim + p.head_dim_v) * sizeof(typename Config::Element);
   a.order = tile_order(m_blocks, p.batch, p.heads_q, p.heads_kv, kv_bytes,
                        p.window_right >= 0 && p.window_left < 0);
-  if (a.order.tiles() > INT_MAX / 2) return cudaErrorInvalidConfiguration;
+  if (a.order.tiles() > INT_MAX / 2) return cudaErrorInvalidConfiguration;  // tile indices are int
   a.tiles = static_cast<int>(a.order.tiles());
   a.packed = p.packed();
   if (p.total_q == 0 || p.heads_q == 0) return cudaSuccess;
 
   const int64_t batch = p.packed() ? 1 : p.batch;
-  const int64_t rows_q = p.packed() ? p.total_q : p.seqlen_q, rows_k = p.packed() ? p.total_k : p.seqlen_k;
-  if (p.total_k > 0 &&
-      !(encode_map(&a.maps.q, p.dtype, p.q, p.q_stride, batch, p.heads_q, rows_q, p.head_dim, Config::kBlockM) &&
-        encode_map(&a.maps.k, p.dtype, p.k, p.k_stride, batch, p.heads_kv, rows_k, p.head_dim, Config::kBlockN) &&
-        encode_map(&a.maps.v, p.dtype, p.v, p.v_stride, batch, p.heads_kv, rows_k, p.head_dim_v, Config::kBlockN))) {
+  const int64_t rows_q = p.packed() ? p.total_q : p.seqlen_q,
+                rows_k = p.packed() ? p.total_k : p.seqlen_k;
+  if (p.total_k > 0 && !(encode_map(&a.maps.q, p.dtype, p.q, p.q_stride, batch, p.heads_q, rows_q,
+                                    p.head_dim, Config::kBlockM) &&
+                         encode_map(&a.maps.k, p.dtype, p.k, p.k_stride, batch, p.heads_kv, rows_k,
+                                    p.head_dim, Config::kBlockN) &&
+                         encode_map(&a.maps.v, p.dtype, p.v, p.v_stride, batch, p.heads_kv, rows_k,
+                                    p.head_dim_v, Config::kBlockN))) {
     return cudaErrorInvalidValue;
   }
 
@@ -77,11 +83,12 @@ cudaError_t launch(const ForwardParams& p, cudaStream_t stream) {
   constexpr int kSharedBytes = sizeof(ForwardShared<Config>);
   static_assert(kSharedBytes <= 232448, "shared memory of a block");
   const auto kernel = forward_kernel<Config>;
-  if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  if (cudaError_t error =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
       error != cudaSuccess) {
     return error;
   }
-  const int blocks = std::clamp(a.tiles, 1, multiprocessors());
+  const int blocks = std::clamp(a.tiles, 1, device_attribute(cudaDevAttrMultiProcessorCount));
   kernel<<<blocks, Config::kThreads, kSharedBytes, stream>>>(a);
   return cudaGetLastError();
 }
@@ -104,14 +111,27 @@ cudaError_t launch_head_dim(const ForwardParams& p, cudaStream_t stream) {
 }  // namespace
 
 const char* unsupported_forward(const ForwardParams& p) {
+  if (device_attribute(cudaDevAttrComputeCapabilityMajor) != 9)
+    return "the device is not of compute capability 9.0";
   if (tensor_map_encoder() == nullptr) return "the driver has no cuTensorMapEncodeTiled";
+  const int64_t rows_q = p.packed() ? p.total_q : p.seqlen_q,
+                rows_k = p.packed() ? p.total_k : p.seqlen_k;
+  const auto moves = [&](const Strides& s, int64_t rows, int64_t heads) {
+    return (rows <= 1 || s.row > 0) && (heads <= 1 || s.head > 0) &&
+           (p.packed() || p.batch <= 1 || s.batch > 0);
+  };
+  if (!moves(p.q_stride, rows_q, p.heads_q) || !moves(p.k_stride, rows_k, p.heads_kv) ||
+      !moves(p.v_stride, rows_k, p.heads_kv)) {
+    return "the copy engine takes no stride of zero (an expanded tensor)";
+  }
   return nullptr;
 }
 
 const char* launch_forward(const ForwardParams& p, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  const cudaError_t error = p.dtype == DType::kBFloat16 ? launch_head_dim<__nv_bfloat16>(p, cuda_stream)
-                                                        : launch_head_dim<__half>(p, cuda_stream);
+  const cudaError_t error = p.dtype == DType::kBFloat16
+                                ? launch_head_dim<__nv_bfloat16>(p, cuda_stream)
+                                : launch_head_dim<__half>(p, cuda_stream);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 

@@ -1,0 +1,48 @@
+// Work on the scores of one row tile as the tensor cores leave them: a thread holds, of every 8
+// columns, 2 (lane % 4) and the next, of rows lane / 4 and lane / 4 + 8: element 4 n + 2 half + i.
+// mma.sync's m16n8 tiles and wgmma's m64nN tiles agree on this.
+#pragma once
+
+#include "attn/block_range.cuh"
+#include "ptx/math.cuh"
+
+namespace attnscope {
+
+// Raw scores to final logits, see ScoreScales::transform.
+template <int kCount>
+__device__ __forceinline__ void transform_scores(float (&s)[kCount], float scale, float softcap) {
+  if (softcap > 0.0f) {
+    const float to_exponent = scale / softcap * (2.0f * 1.4426950408889634f);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      // tanh(x) = 1 - 2 / (e^2x + 1); tanh.approx would cost 2^-11 of the cap.
+      const float e = ptx::exp2_approx(s[i] * to_exponent);
+      s[i] = softcap * (1.0f - __fdividef(2.0f, e + 1.0f));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) s[i] *= scale;
+  }
+}
+
+// `row` is the thread's upper row in its sequence, `first_key` the key of column 0.
+template <int kCount>
+__device__ __forceinline__ void mask_scores(float (&s)[kCount], const Window& window, int row,
+                                            int first_key, int seqlen_k) {
+  const int first = first_key + threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int begin = window.first_key(row + half * 8) - first;
+    const int end = window.end_key(row + half * 8, seqlen_k) - first;
+#pragma unroll
+    for (int n = 0; n < kCount / 4; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int key = n * 8 + i;
+        if (key < begin || key >= end) s[4 * n + 2 * half + i] = -INFINITY;
+      }
+    }
+  }
+}
+
+}  // namespace attnscope

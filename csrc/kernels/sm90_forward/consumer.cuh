@@ -1,0 +1,279 @@
+// The consuming role: products, softmax and output of 64 query rows.
+#pragma once
+
+#include <cfloat>
+
+#include "attn/scores.cuh"
+#include "attn/tail.cuh"
+#include "kernels/sm90_forward/shared.cuh"
+#include "kernels/sm90_forward/softmax.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace attnscope::sm90 {
+
+template <class Config>
+__device__ __forceinline__ void issue_scores(Fragments<Config>& f, ptx::WgmmaDescriptor q,
+                                             ptx::WgmmaDescriptor k) {
+  constexpr int kQBlock = Config::kBlockM * Config::kRowBytes,
+                kKBlock = Config::kBlockN * Config::kRowBytes;
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < Config::kHeadDim / 16; ++step) {
+    ptx::WgmmaShared<typename Config::Element, Config::kBlockN>::mma(
+        f.s, q.at(step / 4 * kQBlock + step % 4 * 32), k.at(step / 4 * kKBlock + step % 4 * 32),
+        step > 0);
+  }
+  ptx::wgmma_commit();
+}
+
+template <class Config>
+__device__ __forceinline__ void issue_output(Fragments<Config>& f, const Probabilities<Config>& p,
+                                             ptx::WgmmaDescriptor v) {
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < Config::kBlockN / 16; ++step) {
+    ptx::WgmmaRegister<typename Config::Element, Config::kHeadDim>::mma(
+        f.o, &p[4 * step], v.at(step * 16 * Config::kRowBytes));
+  }
+  ptx::wgmma_commit();
+}
+
+// Sets to zero the rows of a V tile that no query of the tile may see: past the end of the sequence
+// (in a packed batch another sequence's rows; elsewhere the copy engine has filled in zeros), or
+// before a sliding window. They may hold anything, and 0 times NaN would be NaN.
+template <class Config>
+__device__ __forceinline__ void clear_rows(typename Config::Element* v, int valid_begin,
+                                           int valid_end) {
+  for (int i = threadIdx.x % 128; i < Config::kBlockN * 8; i += 128) {
+    if (i / 8 >= valid_begin && i / 8 < valid_end) continue;
+#pragma unroll
+    for (int block = 0; block < Config::kHeadDim / 64; ++block) {
+      reinterpret_cast<uint4*>(v)[block * Config::kBlockN * 8 + i] = uint4{};
+    }
+  }
+  ptx::fence_proxy_async();
+}
+
+// Registers to global memory: the four threads of a row trade 4-byte pieces until each holds 16
+// contiguous bytes.
+template <class Config>
+__device__ __forceinline__ void store_output(const Fragments<Config>& f, const ForwardParams& p,
+                                             const Work& w, int warp_row) {
+  using Element = typename Config::Element;
+  const int quad = threadIdx.x % 4;
+  const int rows = w.seqlen_q - w.first_row;  // of the tile and below it
+  Element* out = static_cast<Element*>(p.out) + int64_t{w.batch} * p.out_stride.batch +
+                 int64_t{w.q_row} * p.out_stride.row + w.head * p.out_stride.head;
+  float* lse = p.lse + int64_t{w.batch} * p.lse_batch_stride + w.head * p.lse_head_stride + w.q_row;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float sum = f.row_sum[half];
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    const int row = warp_row + half * 8;
+    const bool empty =
+        sum == 0.0f;  // no key seen: the largest term of any other row is at least 2^-8
+    const float inverse = empty ? 0.0f : 1.0f / sum;
+    if (quad == 0 && row < rows) {
+      lse[row] = empty ? -INFINITY : fmaf(f.row_max[half], 0.6931471805599453f, logf(sum));
+    }
+#pragma unroll
+    for (int n = 0; n < Config::kHeadDim / 8; n += 4) {
+      uint32_t r[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* o = &f.o[4 * (n + i) + 2 * half];
+        r[i] = ptx::pack<Element>(o[0] * inverse, o[1] * inverse);
+      }
+      // Transpose 4 x 4 among the quad: by pairs at distance 1, then 2.
+#pragma unroll
+      for (int distance = 1; distance <= 2; distance *= 2) {
+        const bool upper = quad & distance;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (i & distance) continue;
+          const uint32_t got =
+              __shfl_xor_sync(0xffffffffu, upper ? r[i] : r[i + distance], distance);
+          if (upper) {
+            r[i] = got;
+          } else {
+            r[i + distance] = got;
+          }
+        }
+      }
+      const int column = (n + quad) * 8;
+      if (row < rows && column < p.head_dim_v) {
+        *reinterpret_cast<uint4*>(out + row * p.out_stride.row + column) =
+            uint4{r[0], r[1], r[2], r[3]};
+      }
+    }
+  }
+}
+
+template <class Config>
+__device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared<Config>& s) {
+  using ptx::shared_address;
+  constexpr int kBlockN = Config::kBlockN;
+  constexpr int kStages = Config::kStages;
+  constexpr int kFirstTurn = 1;  // named barriers kFirstTurn + consumer; 0 is __syncthreads
+  const int consumer = ptx::uniform(threadIdx.x / 128 - 1);
+  const int warp_row = consumer * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+  const bool elected = threadIdx.x % 32 == 0;  // one arrival a warp
+  const ptx::WgmmaDescriptor q(shared_address(s.q) + consumer * 64 * Config::kRowBytes, 16);
+  const auto k = [&](const Slot<kStages>& slot) {
+    return ptx::WgmmaDescriptor(ptx::uniform(shared_address(s.k) + slot.stage * Config::kTileBytes),
+                                16);
+  };
+  const auto v = [&](const Slot<kStages>& slot) {
+    return ptx::WgmmaDescriptor(ptx::uniform(shared_address(s.v) + slot.stage * Config::kTileBytes),
+                                kBlockN * Config::kRowBytes);
+  };
+  const float scale_log2 = a.scores.scale_log2;
+
+  const auto take_turn = [&] {
+    if (Config::kTakeTurns) ptx::barrier_sync(kFirstTurn + consumer, 256);
+  };
+  const auto pass_turn = [&] {
+    if (Config::kTakeTurns) {
+      ptx::barrier_arrive(kFirstTurn + (consumer + 1 == Config::kConsumers ? 0 : consumer + 1),
+                          256);
+    }
+  };
+  const auto release = [&](uint64_t& barrier) {
+    __syncwarp();
+    if (elected) ptx::mbarrier_arrive(shared_address(&barrier));
+  };
+  if (Config::kTakeTurns && consumer == Config::kConsumers - 1)
+    ptx::barrier_arrive(kFirstTurn, 256);
+
+  Fragments<Config> f;
+  int tiles = 0, queries = 0, blocks = 0;  // uses of the rings so far
+  while (true) {
+    const Slot<ForwardShared<Config>::kTiles> slot(tiles++);
+    ptx::mbarrier_wait(shared_address(&s.tile_full[slot.stage]), slot.parity);
+    const Work& w = s.tile[slot.stage];
+    if (ptx::uniform(w.stop)) break;
+    const int begin = ptx::uniform(w.range.begin), end = ptx::uniform(w.range.end);
+#pragma unroll
+    for (int i = 0; i < Config::kHeadDim / 2; ++i) f.o[i] = 0.0f;
+    f.row_max[0] = f.row_max[1] = -FLT_MAX;
+    f.row_sum[0] = f.row_sum[1] = 0.0f;
+
+    if (begin < end) {
+      float factor[2];
+      Probabilities<Config> p[2];  // of this block, and of the last, which P V still reads
+      // What only boundary blocks need is read from shared memory when they need it.
+      const auto finish_scores = [&](int block, bool boundary) {
+        if (__builtin_expect(a.scores.transform, false)) {
+          transform_scores(f.s, a.scores.scale, a.scores.softcap);
+        }
+        if (__builtin_expect(boundary, false)) {
+          mask_scores(f.s, {w.shift, a.params.window_left, a.params.window_right},
+                      w.first_row + warp_row, block * kBlockN, w.seqlen_k);
+        }
+      };
+      const auto is_boundary = [&](int block) {
+        return block < w.range.full_begin || block >= w.range.full_end;
+      };
+      const auto await_next_scores = [&](int block) {
+        const Slot<kStages> slot(blocks + 1);
+        if (block > begin) ptx::mbarrier_wait(shared_address(&s.k_full[slot.stage]), slot.parity);
+      };
+
+      // Each consumer clears rows for itself; they write the same zeros.
+      const auto await_v = [&](const Slot<kStages>& slot, int block) {
+        ptx::mbarrier_wait(shared_address(&s.v_full[slot.stage]), slot.parity);
+        const int valid_begin = w.first_key - block * kBlockN,
+                  valid_end = w.seqlen_k - block * kBlockN;
+        if (__builtin_expect(valid_begin > 0 || (a.packed && valid_end < kBlockN), false)) {
+          clear_rows<Config>(s.v[slot.stage], valid_begin, valid_end);
+          ptx::barrier_sync(kFirstTurn + Config::kConsumers + consumer, 128);
+        }
+      };
+
+      // The first block: nothing to overlap with yet.
+      int block = end - 1;
+      const Slot<kStages> first(blocks);
+      ptx::mbarrier_wait(shared_address(&s.q_full), queries++ & 1);
+      ptx::mbarrier_wait(shared_address(&s.k_full[first.stage]), first.parity);
+      issue_scores<Config>(f, q, k(first));
+      ptx::wgmma_wait<0>();
+      ptx::pin_registers(f.s);
+      release(s.k_empty[first.stage]);
+      if (block == begin) release(s.q_empty);
+      finish_scores(block, is_boundary(block));
+      raise_maximum<Config>(f, p[0], scale_log2, factor);
+      await_v(first, block);
+      await_next_scores(block);
+
+      // S of this block, then P V of the block before; the softmax of this block runs under both.
+      const auto step = [&](Probabilities<Config>& p_before, Probabilities<Config>& p_here) {
+        const Slot<kStages> v_slot(blocks++), k_slot(blocks);
+        const ptx::WgmmaDescriptor k_tile = k(k_slot), v_tile = v(v_slot);
+        const bool boundary = is_boundary(block);
+        take_turn();
+        issue_scores<Config>(f, q, k_tile);
+        ptx::mbarrier_wait(shared_address(&s.v_full[v_slot.stage]), v_slot.parity);
+        issue_output<Config>(f, p_before, v_tile);
+        pass_turn();
+        ptx::wgmma_wait<1>();
+        ptx::pin_registers(f.s);
+        release(s.k_empty[k_slot.stage]);
+        if (block == begin) release(s.q_empty);
+        finish_scores(block, boundary);
+        bool rescale;
+        if constexpr (Config::kOverlapMaximum) {
+          rescale = !softmax<Config>(f, p_here, scale_log2);
+          if (__builtin_expect(rescale, false))
+            raise_maximum<Config>(f, p_here, scale_log2, factor);
+        } else {
+          rescale = softmax_in_place<Config>(f, scale_log2, factor);
+          ptx::pin_registers(f.s);
+        }
+        // A loop, so a boundary for the scheduler: it would else move the wait for P V up, before
+        // the exponentials that are to run under it.
+        await_next_scores(block);
+        ptx::wgmma_wait<0>();
+        ptx::pin_registers(f.o);
+        release(s.v_empty[v_slot.stage]);
+        if (__builtin_expect(rescale, false)) rescale_output<Config>(f, factor);
+        if constexpr (!Config::kOverlapMaximum) pack_probabilities<Config>(f, p_here);
+      };
+      const auto last = [&](Probabilities<Config>& p_before) {
+        const Slot<kStages> v_slot(blocks++);
+        await_v(v_slot, begin);
+        issue_output<Config>(f, p_before, v(v_slot));
+        ptx::wgmma_wait<0>();
+        ptx::pin_registers(f.o);
+        release(s.v_empty[v_slot.stage]);
+      };
+      constexpr int kOther = Config::kOverlapMaximum;  // in place, one set of probabilities serves
+      while (true) {
+        if (--block < begin) {
+          last(p[0]);
+          break;
+        }
+        step(p[0], p[kOther]);
+        if (!Config::kOverlapMaximum) continue;
+        if (--block < begin) {
+          last(p[kOther]);
+          break;
+        }
+        step(p[kOther], p[0]);
+      }
+    }
+    store_output<Config>(f, a.params, w, warp_row);
+    release(s.tile_empty[slot.stage]);
+  }
+  if (a.packed) {
+    for (int head = blockIdx.x; head < a.params.heads_q; head += gridDim.x) {
+      clear_tail<typename Config::Element>(a.params, head, threadIdx.x - 128,
+                                           Config::kConsumers * 128);
+    }
+  }
+}
+
+}  // namespace attnscope::sm90

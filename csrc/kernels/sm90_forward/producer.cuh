@@ -1,0 +1,116 @@
+// The feeding roles: one thread takes tiles and works out what they are, one keeps the copy engine
+// busy.
+#pragma once
+
+#include "kernels/sm90_forward/shared.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/tma.cuh"
+
+namespace attnscope::sm90 {
+
+// Takes tiles and works out what they are, a tile or two ahead of everyone.
+template <class Config>
+__device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShared<Config>& s) {
+  using ptx::shared_address;
+  const ForwardParams& p = a.params;
+  int index = blockIdx.x;
+  int tiles = 0;
+  while (true) {
+    const Slot<ForwardShared<Config>::kTiles> slot(tiles);
+    Work& w = s.tile[slot.stage];
+    const bool stop = index >= a.tiles;
+    if (!stop) {
+      const Tile tile = tile_at(a.order, index);
+      index = gridDim.x + ptx::atomic_add(&a.counter->taken, 1);
+      const int batch = tile.head / p.heads_q, head = tile.head - batch * p.heads_q;
+      const int first_row = tile.m_block * Config::kBlockM;
+      const Segment seg_q = segment(p.cu_seqlens_q, p.total_q, p.seqlen_q, batch);
+      if (first_row >= seg_q.length) continue;
+      ptx::mbarrier_wait(shared_address(&s.tile_empty[slot.stage]), slot.parity ^ 1);
+      w.head = head;
+      w.head_kv = head / (p.heads_q / p.heads_kv);
+      w.batch = seg_q.batch;
+      w.q_row = static_cast<int>(seg_q.row) + first_row;
+      w.first_row = first_row;
+      w.seqlen_q = seg_q.length;
+      const Segment seg_k = segment(p.cu_seqlens_k, p.total_k, p.seqlen_k, batch);
+      w.k_row = static_cast<int>(seg_k.row);
+      w.seqlen_k = seg_k.length;
+      const Window window{seg_k.length - seg_q.length, p.window_left, p.window_right};
+      w.shift = window.shift;
+      w.first_key = window.first_key(first_row);
+      w.range = block_range(window, first_row, min(first_row + Config::kBlockM, seg_q.length),
+                            seg_k.length, Config::kBlockN);
+    } else {
+      ptx::mbarrier_wait(shared_address(&s.tile_empty[slot.stage]), slot.parity ^ 1);
+    }
+    w.stop = stop;
+    ptx::mbarrier_arrive(shared_address(&s.tile_full[slot.stage]));
+    ++tiles;
+    if (stop) break;
+  }
+  // The last block to get here leaves the counter as it was found.
+  if (ptx::atomic_add(&a.counter->finished, 1) == gridDim.x - 1) {
+    a.counter->taken = 0;
+    a.counter->finished = 0;
+  }
+}
+
+template <class Config>
+__device__ __forceinline__ void load_box(uint32_t shared, const CUtensorMap& map, uint32_t barrier,
+                                         ptx::CachePolicy policy, int rows, int row, int head,
+                                         int batch) {
+#pragma unroll
+  for (int column = 0; column < Config::kHeadDim; column += 64) {
+    ptx::tma_load_4d(shared + column / 64 * rows * Config::kRowBytes, &map, barrier, policy, column,
+                     row, head, batch);
+  }
+}
+
+template <class Config>
+__device__ __forceinline__ void produce(const ForwardArguments& a, ForwardShared<Config>& s) {
+  using ptx::shared_address;
+  constexpr int kBlockN = Config::kBlockN;
+  constexpr int kStages = Config::kStages;
+  int tiles = 0, queries = 0, blocks = 0;  // uses of the rings so far
+  while (true) {
+    const Slot<ForwardShared<Config>::kTiles> slot(tiles++);
+    ptx::mbarrier_wait(shared_address(&s.tile_full[slot.stage]), slot.parity);
+    const Work w = s.tile[slot.stage];
+    ptx::mbarrier_arrive(shared_address(&s.tile_empty[slot.stage]));
+    if (w.stop) break;
+    if (w.range.begin >= w.range.end) continue;
+
+    const auto load = [&](const CUtensorMap& map, auto& buffers, uint64_t* full, uint64_t* empty,
+                          int count, int block) {
+      const Slot<kStages> slot(count);
+      ptx::mbarrier_wait(shared_address(&empty[slot.stage]), slot.parity ^ 1);
+      const uint32_t barrier = shared_address(&full[slot.stage]);
+      ptx::mbarrier_arrive_expect_tx(barrier, Config::kTileBytes);
+      load_box<Config>(shared_address(buffers[slot.stage]), map, barrier,
+                       ptx::CachePolicy::kEvictLast, kBlockN, w.k_row + block * kBlockN, w.head_kv,
+                       w.batch);
+    };
+
+    // K runs one block ahead of V, as the consumers do; Q comes with the first K.
+#pragma unroll 1
+    for (int block = w.range.end - 1; block >= w.range.begin - 1; --block) {
+      if (block >= w.range.begin) load(a.maps.k, s.k, s.k_full, s.k_empty, blocks, block);
+      if (block == w.range.end - 1) {
+        ptx::mbarrier_wait(shared_address(&s.q_empty), queries++ & 1 ^ 1);
+        const uint32_t q_full = shared_address(&s.q_full);
+        ptx::mbarrier_arrive_expect_tx(q_full, sizeof(s.q));
+        load_box<Config>(shared_address(s.q), a.maps.q, q_full, ptx::CachePolicy::kEvictFirst,
+                         Config::kBlockM, w.q_row, w.head, w.batch);
+      } else {
+        load(a.maps.v, s.v, s.v_full, s.v_empty, blocks - 1, block + 1);
+      }
+      ++blocks;
+    }
+    --blocks;
+  }
+}
+
+}  // namespace attnscope::sm90

@@ -1,0 +1,95 @@
+// What the roles share: the configuration, the arguments, shared memory and its barriers.
+#pragma once
+
+#include <cuda.h>
+
+#include "attn/block_range.cuh"
+#include "attn/params.h"
+#include "attn/score_scales.h"
+#include "attn/seqlen.cuh"
+#include "attn/tile_counter.h"
+#include "attn/tile_order.cuh"
+#include "kernels/sm90_forward/config.cuh"
+
+namespace attnscope::sm90 {
+
+template <class Element_, int kHeadDim_>
+struct ForwardConfig {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr ForwardTile kTile = forward_tile(kHeadDim);
+  static constexpr int kBlockM = kTile.block_m;
+  static constexpr int kBlockN = kTile.block_n;
+  static constexpr int kStages = kTile.stages;
+  static constexpr int kConsumers = kTile.consumers();
+  static constexpr int kThreads = kTile.threads();
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+  static constexpr int kTileBytes = 2 * kBlockN * kHeadDim;  // of K or V
+  static constexpr int kRowBytes = 128;  // one swizzled row of a 64-element column block
+  static constexpr bool kTakeTurns = kTile.take_turns;
+  static constexpr bool kOverlapMaximum = kTile.overlap_maximum;
+
+  static_assert(kTile.head_dim == kHeadDim, "the tile table has no row for this head dim");
+  static_assert(kHeadDim % 64 == 0, "tiles are column blocks of 64 elements");
+  static_assert(kBlockN % 16 == 0, "keys are consumed 16 at a time");
+  static_assert(kConsumers == 2 || kConsumers == 3,
+                "register budgets are given for 2 and 3 consumers");
+};
+
+// One tile of query rows, worked out once for all roles.
+struct Work {
+  bool stop;  // no tile: the block is done
+  int head;   // of q; 0 <= head < heads_q
+  int head_kv;
+  int batch;      // of the tensors; 0 when packed
+  int q_row;      // of the tensors, where the tile begins
+  int k_row;      // of the tensors, where the keys begin
+  int first_row;  // of the sequence, where the tile begins
+  int seqlen_q, seqlen_k;
+  int shift;      // seqlen_k - seqlen_q
+  int first_key;  // before it no row of the tile sees any
+  BlockRange range;
+};
+
+// Barriers are named by the event that completes them.
+template <class Config>
+struct ForwardShared {
+  using Element = typename Config::Element;
+  static constexpr int kStages = Config::kStages;
+  static constexpr int kTiles = 3;  // one in work, one being fetched, one being worked out
+  alignas(1024) Element q[Config::kBlockM * Config::kHeadDim];
+  alignas(1024) Element k[kStages][Config::kBlockN * Config::kHeadDim];
+  alignas(1024) Element v[kStages][Config::kBlockN * Config::kHeadDim];
+  uint64_t q_full, q_empty;
+  uint64_t k_full[kStages], k_empty[kStages];
+  uint64_t v_full[kStages], v_empty[kStages];
+  uint64_t tile_full[kTiles], tile_empty[kTiles];
+  Work tile[kTiles];
+};
+
+struct ForwardMaps {
+  CUtensorMap q, k, v;  // [batch, head, row, dim], boxes of [rows, 64]
+};
+
+// What every kernel argument block holds.
+struct ForwardArguments {
+  ForwardMaps maps;
+  ForwardParams params;
+  TileOrder order;
+  ScoreScales scores;
+  int tiles;
+  bool packed;
+  TileCounter* counter;
+};
+
+// Use number `count` of a ring of buffers: which buffer, and the parity of its barriers' phase.
+template <int kStages>
+struct Slot {
+  int stage;
+  int parity;
+  __device__ __forceinline__ explicit Slot(int count)
+      : stage(count % kStages), parity(count / kStages & 1) {}
+};
+
+}  // namespace attnscope::sm90

@@ -1,0 +1,131 @@
+// Scores to probabilities in a consumer's registers.
+#pragma once
+
+#include "kernels/sm90_forward/shared.cuh"
+#include "ptx/math.cuh"
+
+namespace attnscope::sm90 {
+
+// A consumer thread's rows are g and g + 8 of its warp's 16, g = lane / 4; of every 8 columns it
+// holds 2 (lane % 4) and the next: element 4 n + 2 half + i.
+template <class Config>
+struct Fragments {
+  float o[Config::kHeadDim / 2];
+  float s[Config::kBlockN / 2];
+  float row_max[2];  // what P and row_sum refer to, times scale_log2; from the lowest finite float
+  float row_sum[2];  // this thread's columns only
+};
+
+// A block's probabilities, packed as the A operands of P V.
+template <class Config>
+using Probabilities = uint32_t[Config::kBlockN / 4];
+
+// P may pass 1 by this power of two before O is rescaled. It costs nothing: fp32 sums hold it, and
+// P has the same relative precision at any scale.
+constexpr float kHeadroom = 8.0f;
+
+template <class Config>
+__device__ __forceinline__ float row_maximum(const Fragments<Config>& f, int half) {
+  float x = fmaxf(f.s[2 * half], f.s[2 * half + 1]);
+#pragma unroll
+  for (int i = half + 2; i < Config::kBlockN / 4; i += 2)
+    x = fmaxf(x, fmaxf(f.s[2 * i], f.s[2 * i + 1]));
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+// The overlapped form. Probabilities and partial sums by the maximum that is in use, without
+// looking for the new one first: the search (a chain of comparisons and shuffles) runs beside the
+// exponentials instead of before them. False where a score passed the old maximum by more than
+// kHeadroom, in any row of the warp; then nothing but `p` has changed, and raise_maximum does the
+// block again.
+template <class Config>
+__device__ __forceinline__ bool softmax(Fragments<Config>& f, Probabilities<Config>& p,
+                                        float scale_log2) {
+  float top = -INFINITY;
+  float sum[2] = {f.row_sum[0], f.row_sum[1]};
+#pragma unroll
+  for (int i = 0; i < Config::kBlockN / 4; ++i) {
+    const int half = i % 2;
+    const float low = fmaf(f.s[2 * i], scale_log2, -f.row_max[half]);
+    const float high = fmaf(f.s[2 * i + 1], scale_log2, -f.row_max[half]);
+    top = fmaxf(top, fmaxf(low, high));
+    const float p_low = ptx::exp2_approx(low), p_high = ptx::exp2_approx(high);
+    sum[half] += p_low;
+    sum[half] += p_high;
+    p[i] = ptx::pack<typename Config::Element>(p_low, p_high);
+  }
+  if (__any_sync(0xffffffffu, top > kHeadroom)) return false;
+  f.row_sum[0] = sum[0];
+  f.row_sum[1] = sum[1];
+  return true;
+}
+
+// The same by the true maximum; `factor` is what O must be scaled by.
+template <class Config>
+__device__ __forceinline__ void raise_maximum(Fragments<Config>& f, Probabilities<Config>& p,
+                                              float scale_log2, float (&factor)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float old_max = f.row_max[half];
+    f.row_max[half] = fmaxf(old_max, row_maximum<Config>(f, half) * scale_log2);
+    factor[half] = ptx::exp2_approx(old_max - f.row_max[half]);
+    float sum = f.row_sum[half] * factor[half];
+#pragma unroll
+    for (int i = half; i < Config::kBlockN / 4; i += 2) {
+      const float p_low = ptx::exp2_approx(fmaf(f.s[2 * i], scale_log2, -f.row_max[half]));
+      const float p_high = ptx::exp2_approx(fmaf(f.s[2 * i + 1], scale_log2, -f.row_max[half]));
+      sum += p_low;
+      sum += p_high;
+      p[i] = ptx::pack<typename Config::Element>(p_low, p_high);
+    }
+    f.row_sum[half] = sum;
+  }
+}
+
+// The form that needs the fewest registers, where O leaves few: the maximum first, then
+// probabilities in place of the scores, which pack_probabilities packs when P V is done with the
+// last ones. True where the maximum was raised; then `factor` is what O must be scaled by.
+template <class Config>
+__device__ __forceinline__ bool softmax_in_place(Fragments<Config>& f, float scale_log2,
+                                                 float (&factor)[2]) {
+  float new_max[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) new_max[half] = row_maximum<Config>(f, half) * scale_log2;
+  const bool grew = __any_sync(
+      0xffffffffu, new_max[0] - f.row_max[0] > kHeadroom || new_max[1] - f.row_max[1] > kHeadroom);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float old_max = f.row_max[half];
+    f.row_max[half] = grew ? fmaxf(old_max, new_max[half]) : old_max;
+    factor[half] = ptx::exp2_approx(old_max - f.row_max[half]);
+    float sum = f.row_sum[half] * factor[half];
+#pragma unroll
+    for (int i = half; i < Config::kBlockN / 4; i += 2) {
+#pragma unroll
+      for (int j = 2 * i; j < 2 * i + 2; ++j) {
+        f.s[j] = ptx::exp2_approx(fmaf(f.s[j], scale_log2, -f.row_max[half]));
+        sum += f.s[j];
+      }
+    }
+    f.row_sum[half] = sum;
+  }
+  return grew;
+}
+
+template <class Config>
+__device__ __forceinline__ void pack_probabilities(const Fragments<Config>& f,
+                                                   Probabilities<Config>& p) {
+#pragma unroll
+  for (int i = 0; i < Config::kBlockN / 4; ++i) {
+    p[i] = ptx::pack<typename Config::Element>(f.s[2 * i], f.s[2 * i + 1]);
+  }
+}
+
+template <class Config>
+__device__ __forceinline__ void rescale_output(Fragments<Config>& f, const float (&factor)[2]) {
+#pragma unroll
+  for (int i = 0; i < Config::kHeadDim / 2; ++i) f.o[i] *= factor[i / 2 % 2];
+}
+
+}  // namespace attnscope::sm90
