@@ -44,6 +44,11 @@ class Target:
         namespace = torch.ops.attnscope_triton if self.impl == "triton" else torch.ops.attnscope
         return namespace.forward.default
 
+    @property
+    def forced(self) -> dict[str, str]:
+        """The options with which the op runs the implementation and no other."""
+        return {"kernel_name": "sm80"} if self.impl == "cuda-sm80" else {}
+
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device).to(self.dtype)
 

@@ -73,7 +73,7 @@ def test_shapes(name):
         ({"softcap": None}, "softcap: is None; allowed: 0 (none) or a finite number"),
         (
             {"impl": "flash"},
-            "impl: is 'flash'; allowed: None, 'cpu', 'cuda', 'cuda-sm80', 'triton'",
+            "impl: is 'flash'; allowed: None, 'cpu', 'cuda', 'cuda-sm80', 'cuda-sm90', 'triton'",
         ),
         ({"impl": "cuda"}, "impl: 'cuda' takes cuda tensors; q is on cpu"),
         ({"impl": "cuda-sm80"}, "impl: 'cuda-sm80' takes cuda tensors; q is on cpu"),

@@ -23,7 +23,12 @@ TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 # Triton compiles a kernel for each dtype and head dim, which takes most of its time here: fp16 runs
 # in the one test below that goes over both dtypes.
-IMPLS = {"cuda-bf16": ("cuda", BF16), "cuda-fp16": ("cuda", FP16), "triton-bf16": ("triton", BF16)}
+IMPLS = {
+    "cuda-bf16": ("cuda", BF16),
+    "cuda-fp16": ("cuda", FP16),
+    "cuda-sm80-bf16": ("cuda-sm80", BF16),
+    "triton-bf16": ("triton", BF16),
+}
 
 
 @pytest.fixture(params=IMPLS)
@@ -32,7 +37,7 @@ def target(request) -> Target:
     return _target(impl, dtype)
 
 
-@pytest.fixture(params=["cuda", "triton"])
+@pytest.fixture(params=["cuda", "cuda-sm80", "triton"])
 def bf16_target(request) -> Target:
     return _target(request.param, BF16)
 

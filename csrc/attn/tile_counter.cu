@@ -44,14 +44,13 @@ TileCounter* tile_counter(cudaStream_t stream) {
 
   int device = 0;
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  unsigned long long id = 0;  // a handle can come back after its stream is gone; an id cannot
   if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaStreamIsCapturing(stream, &capture) != cudaSuccess ||
-      cudaStreamGetId(stream, &id) != cudaSuccess) {
+      cudaStreamIsCapturing(stream, &capture) != cudaSuccess)
     return nullptr;
-  }
   const std::lock_guard<std::mutex> lock(mutex);
   if (capture != cudaStreamCaptureStatusNone) return take(pools[device]);
+  unsigned long long id = 0;  // a handle can come back after its stream is gone; an id cannot
+  if (cudaStreamGetId(stream, &id) != cudaSuccess) return nullptr;
   TileCounter*& counter = stream_counters[{device, id}];
   if (counter == nullptr) counter = take(pools[device]);
   return counter;

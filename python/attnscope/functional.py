@@ -55,7 +55,8 @@ def attention(
         deterministic: accepted for the backward's sake. The same inputs on the same device give
             the same bits in any case.
         impl: None (the best kernel for the tensors' device), "cuda" (the best CUDA kernel),
-            "cuda-sm80" (the portable CUDA kernel), "cuda-sm90" (the Hopper kernel), "triton", "cpu".
+            "cuda-sm80" (the portable CUDA kernel), "cuda-sm90" (the Hopper kernel), "triton",
+            "cpu".
 
     Returns:
         out [B, Sq, Hq, Dv], contiguous, in q's dtype; with return_lse also lse [B, Hq, Sq] float32,

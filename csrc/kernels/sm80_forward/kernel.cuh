@@ -227,8 +227,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   auto& shared = *reinterpret_cast<ForwardShared<Config>*>(shared_memory);
 
   if (blockIdx.x >= order.m_blocks * order.heads) {
-    clear_tail<Element>(p, blockIdx.x - order.m_blocks * order.heads, threadIdx.x,
-                        Config::kThreads);
+    clear_uncovered<Element>(p, blockIdx.x - order.m_blocks * order.heads, threadIdx.x,
+                             Config::kThreads);
     return;
   }
   const Tile tile = tile_at(order, blockIdx.x);

@@ -270,8 +270,8 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
   }
   if (a.packed) {
     for (int head = blockIdx.x; head < a.params.heads_q; head += gridDim.x) {
-      clear_tail<typename Config::Element>(a.params, head, threadIdx.x - 128,
-                                           Config::kConsumers * 128);
+      clear_uncovered<typename Config::Element>(a.params, head, threadIdx.x - 128,
+                                                Config::kConsumers * 128);
     }
   }
 }

@@ -27,9 +27,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   using ptx::shared_address;
 
   if (threadIdx.x == 0) {
-    ptx::prefetch_tensor_map(&a.maps.q);
-    ptx::prefetch_tensor_map(&a.maps.k);
-    ptx::prefetch_tensor_map(&a.maps.v);
+    ptx::prefetch_tensor_map(&a.q.map);
+    ptx::prefetch_tensor_map(&a.k.map);
+    ptx::prefetch_tensor_map(&a.v.map);
     constexpr int kWarps = 4 * Config::kConsumers;
     ptx::mbarrier_init(shared_address(&s.q_full), 1);
     ptx::mbarrier_init(shared_address(&s.q_empty), kWarps);

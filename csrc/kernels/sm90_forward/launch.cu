@@ -24,21 +24,26 @@ decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
 }
 
 // [batch, heads, rows, dim] by any strides; boxes of `box_rows` rows of 64 elements, swizzled.
-bool encode_map(CUtensorMap* map, DType dtype, const void* data, const Strides& s, int64_t batch,
+bool encode_map(TensorMap* tensor, DType dtype, const void* data, const Strides& s, int64_t batch,
                 int64_t heads, int64_t rows, int64_t dim, int box_rows) {
   const auto type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                               : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  tensor->head_step = s.head != 0;
+  tensor->batch_step = s.batch != 0;
+  const auto size = [](int64_t n, int64_t stride) {
+    return static_cast<cuuint64_t>(stride == 0 ? 1 : n);
+  };
   // A dimension of one may have any stride; the encoder wants multiples of 16 bytes.
-  const auto bytes = [](int64_t size, int64_t stride) {
-    return static_cast<cuuint64_t>(size > 1 ? 2 * stride : 16);
+  const auto bytes = [](int64_t n, int64_t stride) {
+    return static_cast<cuuint64_t>(n > 1 && stride != 0 ? 2 * stride : 16);
   };
   const cuuint64_t sizes[4] = {static_cast<cuuint64_t>(dim), static_cast<cuuint64_t>(rows),
-                               static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(batch)};
+                               size(heads, s.head), size(batch, s.batch)};
   const cuuint64_t strides[3] = {bytes(rows, s.row), bytes(heads, s.head), bytes(batch, s.batch)};
   const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_rows), 1, 1};
   const cuuint32_t steps[4] = {1, 1, 1, 1};
-  return tensor_map_encoder()(map, type, 4, const_cast<void*>(data), sizes, strides, box, steps,
-                              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+  return tensor_map_encoder()(&tensor->map, type, 4, const_cast<void*>(data), sizes, strides, box,
+                              steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                               CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
@@ -68,11 +73,11 @@ cudaError_t launch(const ForwardParams& p, cudaStream_t stream) {
   const int64_t batch = p.packed() ? 1 : p.batch;
   const int64_t rows_q = p.packed() ? p.total_q : p.seqlen_q,
                 rows_k = p.packed() ? p.total_k : p.seqlen_k;
-  if (p.total_k > 0 && !(encode_map(&a.maps.q, p.dtype, p.q, p.q_stride, batch, p.heads_q, rows_q,
+  if (p.total_k > 0 && !(encode_map(&a.q, p.dtype, p.q, p.q_stride, batch, p.heads_q, rows_q,
                                     p.head_dim, Config::kBlockM) &&
-                         encode_map(&a.maps.k, p.dtype, p.k, p.k_stride, batch, p.heads_kv, rows_k,
+                         encode_map(&a.k, p.dtype, p.k, p.k_stride, batch, p.heads_kv, rows_k,
                                     p.head_dim, Config::kBlockN) &&
-                         encode_map(&a.maps.v, p.dtype, p.v, p.v_stride, batch, p.heads_kv, rows_k,
+                         encode_map(&a.v, p.dtype, p.v, p.v_stride, batch, p.heads_kv, rows_k,
                                     p.head_dim_v, Config::kBlockN))) {
     return cudaErrorInvalidValue;
   }
@@ -111,18 +116,15 @@ cudaError_t launch_head_dim(const ForwardParams& p, cudaStream_t stream) {
 }  // namespace
 
 const char* unsupported_forward(const ForwardParams& p) {
-  if (device_attribute(cudaDevAttrComputeCapabilityMajor) != 9)
+  if (device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) {
     return "the device is not of compute capability 9.0";
+  }
   if (tensor_map_encoder() == nullptr) return "the driver has no cuTensorMapEncodeTiled";
   const int64_t rows_q = p.packed() ? p.total_q : p.seqlen_q,
                 rows_k = p.packed() ? p.total_k : p.seqlen_k;
-  const auto moves = [&](const Strides& s, int64_t rows, int64_t heads) {
-    return (rows <= 1 || s.row > 0) && (heads <= 1 || s.head > 0) &&
-           (p.packed() || p.batch <= 1 || s.batch > 0);
-  };
-  if (!moves(p.q_stride, rows_q, p.heads_q) || !moves(p.k_stride, rows_k, p.heads_kv) ||
-      !moves(p.v_stride, rows_k, p.heads_kv)) {
-    return "the copy engine takes no stride of zero (an expanded tensor)";
+  if ((rows_q > 1 && p.q_stride.row == 0) ||
+      (rows_k > 1 && (p.k_stride.row == 0 || p.v_stride.row == 0))) {
+    return "rows have a stride of zero";
   }
   return nullptr;
 }

@@ -59,13 +59,13 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
 }
 
 template <class Config>
-__device__ __forceinline__ void load_box(uint32_t shared, const CUtensorMap& map, uint32_t barrier,
+__device__ __forceinline__ void load_box(uint32_t shared, const TensorMap& tensor, uint32_t barrier,
                                          ptx::CachePolicy policy, int rows, int row, int head,
                                          int batch) {
 #pragma unroll
   for (int column = 0; column < Config::kHeadDim; column += 64) {
-    ptx::tma_load_4d(shared + column / 64 * rows * Config::kRowBytes, &map, barrier, policy, column,
-                     row, head, batch);
+    ptx::tma_load_4d(shared + column / 64 * rows * Config::kRowBytes, &tensor.map, barrier, policy,
+                     column, row, head * tensor.head_step, batch * tensor.batch_step);
   }
 }
 
@@ -83,13 +83,13 @@ __device__ __forceinline__ void produce(const ForwardArguments& a, ForwardShared
     if (w.stop) break;
     if (w.range.begin >= w.range.end) continue;
 
-    const auto load = [&](const CUtensorMap& map, auto& buffers, uint64_t* full, uint64_t* empty,
+    const auto load = [&](const TensorMap& tensor, auto& buffers, uint64_t* full, uint64_t* empty,
                           int count, int block) {
       const Slot<kStages> slot(count);
       ptx::mbarrier_wait(shared_address(&empty[slot.stage]), slot.parity ^ 1);
       const uint32_t barrier = shared_address(&full[slot.stage]);
       ptx::mbarrier_arrive_expect_tx(barrier, Config::kTileBytes);
-      load_box<Config>(shared_address(buffers[slot.stage]), map, barrier,
+      load_box<Config>(shared_address(buffers[slot.stage]), tensor, barrier,
                        ptx::CachePolicy::kEvictLast, kBlockN, w.k_row + block * kBlockN, w.head_kv,
                        w.batch);
     };
@@ -97,15 +97,15 @@ __device__ __forceinline__ void produce(const ForwardArguments& a, ForwardShared
     // K runs one block ahead of V, as the consumers do; Q comes with the first K.
 #pragma unroll 1
     for (int block = w.range.end - 1; block >= w.range.begin - 1; --block) {
-      if (block >= w.range.begin) load(a.maps.k, s.k, s.k_full, s.k_empty, blocks, block);
+      if (block >= w.range.begin) load(a.k, s.k, s.k_full, s.k_empty, blocks, block);
       if (block == w.range.end - 1) {
         ptx::mbarrier_wait(shared_address(&s.q_empty), queries++ & 1 ^ 1);
         const uint32_t q_full = shared_address(&s.q_full);
         ptx::mbarrier_arrive_expect_tx(q_full, sizeof(s.q));
-        load_box<Config>(shared_address(s.q), a.maps.q, q_full, ptx::CachePolicy::kEvictFirst,
+        load_box<Config>(shared_address(s.q), a.q, q_full, ptx::CachePolicy::kEvictFirst,
                          Config::kBlockM, w.q_row, w.head, w.batch);
       } else {
-        load(a.maps.v, s.v, s.v_full, s.v_empty, blocks - 1, block + 1);
+        load(a.v, s.v, s.v_full, s.v_empty, blocks - 1, block + 1);
       }
       ++blocks;
     }

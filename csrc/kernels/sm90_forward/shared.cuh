@@ -68,13 +68,17 @@ struct ForwardShared {
   Work tile[kTiles];
 };
 
-struct ForwardMaps {
-  CUtensorMap q, k, v;  // [batch, head, row, dim], boxes of [rows, 64]
+// [batch, head, row, dim] in boxes of [rows, 64]. A dimension without a stride (an expanded tensor)
+// has size 1 in the map and step 0: its coordinate is always 0.
+struct TensorMap {
+  CUtensorMap map;
+  int head_step;
+  int batch_step;
 };
 
 // What every kernel argument block holds.
 struct ForwardArguments {
-  ForwardMaps maps;
+  TensorMap q, k, v;
   ForwardParams params;
   TileOrder order;
   ScoreScales scores;

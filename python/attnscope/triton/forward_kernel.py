@@ -121,6 +121,10 @@ def forward_kernel(
     "scaled", s is q k * inner_scale; "capped", s is cap * tanh of half of ln 2 q k * inner_scale.
     The exponents' base is 2; outer_scale is 1 in the latter two.
     """
+    # torch.compile passes Python floats as fp64.
+    inner_scale = tl.full((), inner_scale, tl.float32)
+    cap = tl.full((), cap, tl.float32)
+    outer_scale = tl.full((), outer_scale, tl.float32)
     q_row, k_row, v_row = q_row.to(tl.int64) * 8, k_row.to(tl.int64) * 8, v_row.to(tl.int64) * 8
     i_bh, i_m = tl.program_id(0) // blocks_m, tl.program_id(0) % blocks_m
     if HAS_RIGHT:
