@@ -85,14 +85,14 @@ def _units(amount: int, unit: int) -> int:
     return -(-amount // unit)
 
 
-def symbol_matches(symbol: str, kernel: str, head_dim: int) -> bool:
-    """Whether a demangled symbol is an instance of the kernel folder `kernel` ("sm80_forward") for
-    tiles of `head_dim`: the folder's name is the namespace and the function's name, and the first
-    integer of the template arguments is the head dim."""
-    arch, _, operation = kernel.partition("_")
+def symbol_matches(symbol: str, tile: dict[str, Any]) -> bool:
+    """Whether a demangled symbol is an instance of `tile`: the kernel's folder ("sm80_forward")
+    names the namespace and the function; of the template arguments the first integer is the head
+    dim, the second, where there is one, the query rows."""
+    arch, _, operation = tile["kernel"].partition("_")
     found = re.search(rf"\b{arch}::{operation}_kernel<(.*)>", symbol)
-    integers = re.findall(r"(?<![\w:])\d+", found[1]) if found else []
-    return bool(integers) and int(integers[0]) == head_dim
+    integers = [int(i) for i in re.findall(r"(?<![\w:])\d+", found[1])] if found else []
+    return bool(integers) and integers == [tile["head_dim"], tile["block_m"]][: len(integers)]
 
 
 def join(tiles: Sequence[dict[str, Any]], usage: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -100,7 +100,7 @@ def join(tiles: Sequence[dict[str, Any]], usage: Sequence[dict[str, Any]]) -> li
     and the occupancy with that. A tile without an instance in the build is a row with `missing`."""
     rows = []
     for tile in tiles:
-        mine = [u for u in usage if symbol_matches(u["kernel"], tile["kernel"], tile["head_dim"])]
+        mine = [u for u in usage if symbol_matches(u["kernel"], tile)]
         if not mine:
             rows.append({**tile, "arch": None, "missing": "no instance in this build"})
         for arch in sorted({u["arch"] for u in mine}):

@@ -8,7 +8,9 @@
 #include "kernels/sm90_forward/shared.cuh"
 #include "kernels/sm90_forward/softmax.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/ldmatrix.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/mma.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -27,6 +29,37 @@ __device__ __forceinline__ void issue_scores(Fragments<Config>& f, ptx::WgmmaDes
         step > 0);
   }
   ptx::wgmma_commit();
+}
+
+// The address of a lane's 16 bytes for ldmatrix in a swizzled tile of `tile_rows` rows.
+template <class Config>
+__device__ __forceinline__ uint32_t lane_address(uint32_t tile, int tile_rows, int row, int chunk) {
+  return tile + (chunk / 8 * tile_rows + row) * Config::kRowBytes + ((chunk ^ row) & 7) * 16;
+}
+
+// The scores of this warp's 16 rows once more, warp by warp: only some warps of a warpgroup may
+// need them, and wgmma takes all four.
+template <class Config>
+__device__ __forceinline__ void recompute_scores(Fragments<Config>& f, uint32_t q, int first_row,
+                                                 uint32_t k) {
+  const int lane = threadIdx.x % 32;
+  const int row = first_row + threadIdx.x % 128 / 32 * 16 + lane % 16;
+#pragma unroll
+  for (int n = 0; n < Config::kBlockN / 16; ++n) {
+    float* s = &f.s[8 * n];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) s[i] = 0.0f;
+#pragma unroll 1
+    for (int step = 0; step < Config::kHeadDim / 16; ++step) {
+      uint32_t a[4], b[4];
+      ptx::ldmatrix_x4(a, lane_address<Config>(q, Config::kBlockM, row, 2 * step + lane / 16));
+      ptx::ldmatrix_x4(b,
+                       lane_address<Config>(k, Config::kBlockN, n * 16 + lane % 8 + lane / 16 * 8,
+                                            2 * step + lane / 8 % 2));
+      ptx::mma_m16n8k16<typename Config::Element>(s, a, b[0], b[1]);
+      ptx::mma_m16n8k16<typename Config::Element>(s + 4, a, b[2], b[3]);
+    }
+  }
 }
 
 template <class Config>
@@ -122,7 +155,6 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
   const int consumer = ptx::uniform(threadIdx.x / 128 - 1);
   const int warp_row = consumer * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
   const bool elected = threadIdx.x % 32 == 0;  // one arrival a warp
-  const ptx::WgmmaDescriptor q(shared_address(s.q) + consumer * 64 * Config::kRowBytes, 16);
   const auto k = [&](const Slot<kStages>& slot) {
     return ptx::WgmmaDescriptor(ptx::uniform(shared_address(s.k) + slot.stage * Config::kTileBytes),
                                 16);
@@ -197,15 +229,21 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
       // The first block: nothing to overlap with yet.
       int block = end - 1;
       const Slot<kStages> first(blocks);
-      ptx::mbarrier_wait(shared_address(&s.q_full), queries++ & 1);
+      const Slot<Config::kQStages> q_slot(queries++);
+      const ptx::WgmmaDescriptor q(
+          ptx::uniform(shared_address(s.q) + q_slot.stage * Config::kQBytes +
+                       consumer * 64 * Config::kRowBytes),
+          16);
+      ptx::mbarrier_wait(shared_address(&s.q_full[q_slot.stage]), q_slot.parity);
       ptx::mbarrier_wait(shared_address(&s.k_full[first.stage]), first.parity);
       issue_scores<Config>(f, q, k(first));
       ptx::wgmma_wait<0>();
       ptx::pin_registers(f.s);
       release(s.k_empty[first.stage]);
-      if (block == begin) release(s.q_empty);
+      if (block == begin) release(s.q_empty[q_slot.stage]);
       finish_scores(block, is_boundary(block));
       raise_maximum<Config>(f, p[0], scale_log2, factor);
+      if constexpr (!Config::kKeepScores) pack_probabilities<Config>(f, p[0]);
       await_v(first, block);
       await_next_scores(block);
 
@@ -221,16 +259,27 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
         pass_turn();
         ptx::wgmma_wait<1>();
         ptx::pin_registers(f.s);
-        release(s.k_empty[k_slot.stage]);
-        if (block == begin) release(s.q_empty);
+        const auto release_scores = [&] {
+          release(s.k_empty[k_slot.stage]);
+          if (block == begin) release(s.q_empty[q_slot.stage]);
+        };
+        if constexpr (Config::kKeepScores) release_scores();
         finish_scores(block, boundary);
-        bool rescale;
-        if constexpr (Config::kOverlapMaximum) {
+        // Boundary blocks may be the first that some rows see: there the maximum surely rises.
+        bool rescale = boundary;
+        if (__builtin_expect(!boundary, true)) {
           rescale = !softmax<Config>(f, p_here, scale_log2);
-          if (__builtin_expect(rescale, false))
-            raise_maximum<Config>(f, p_here, scale_log2, factor);
-        } else {
-          rescale = softmax_in_place<Config>(f, scale_log2, factor);
+          if (__builtin_expect(rescale && !Config::kKeepScores, false)) {
+            ptx::wgmma_wait<0>();  // sooner than needed, but it frees the registers of P
+            ptx::pin_registers(f.o);
+            recompute_scores<Config>(f, shared_address(s.q[q_slot.stage]), consumer * 64,
+                                     shared_address(s.k[k_slot.stage]));
+            finish_scores(block, false);
+          }
+        }
+        if (__builtin_expect(rescale, false)) raise_maximum<Config>(f, p_here, scale_log2, factor);
+        if constexpr (!Config::kKeepScores) {
+          release_scores();
           ptx::pin_registers(f.s);
         }
         // A loop, so a boundary for the scheduler: it would else move the wait for P V up, before
@@ -240,7 +289,7 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
         ptx::pin_registers(f.o);
         release(s.v_empty[v_slot.stage]);
         if (__builtin_expect(rescale, false)) rescale_output<Config>(f, factor);
-        if constexpr (!Config::kOverlapMaximum) pack_probabilities<Config>(f, p_here);
+        if constexpr (!Config::kKeepScores) pack_probabilities<Config>(f, p_here);
       };
       const auto last = [&](Probabilities<Config>& p_before) {
         const Slot<kStages> v_slot(blocks++);
@@ -250,14 +299,14 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
         ptx::pin_registers(f.o);
         release(s.v_empty[v_slot.stage]);
       };
-      constexpr int kOther = Config::kOverlapMaximum;  // in place, one set of probabilities serves
+      constexpr int kOther = Config::kKeepScores;  // else one set of probabilities serves
       while (true) {
         if (--block < begin) {
           last(p[0]);
           break;
         }
         step(p[0], p[kOther]);
-        if (!Config::kOverlapMaximum) continue;
+        if (!Config::kKeepScores) continue;
         if (--block < begin) {
           last(p[kOther]);
           break;

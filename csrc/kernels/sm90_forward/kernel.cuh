@@ -31,8 +31,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::prefetch_tensor_map(&a.k.map);
     ptx::prefetch_tensor_map(&a.v.map);
     constexpr int kWarps = 4 * Config::kConsumers;
-    ptx::mbarrier_init(shared_address(&s.q_full), 1);
-    ptx::mbarrier_init(shared_address(&s.q_empty), kWarps);
+    for (int i = 0; i < Config::kQStages; ++i) {
+      ptx::mbarrier_init(shared_address(&s.q_full[i]), 1);
+      ptx::mbarrier_init(shared_address(&s.q_empty[i]), kWarps);
+    }
+    ptx::mbarrier_init(shared_address(&s.tile_wanted), 1);
     for (int i = 0; i < ForwardShared<Config>::kTiles; ++i) {
       ptx::mbarrier_init(shared_address(&s.tile_full[i]), 1);
       ptx::mbarrier_init(shared_address(&s.tile_empty[i]), kWarps + 1);

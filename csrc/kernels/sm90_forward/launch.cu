@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <utility>
 
 #include "kernels/sm90_forward/kernel.cuh"
 #include "kernels/sm90_forward/launch.h"
@@ -55,6 +56,9 @@ int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
+// Rows see more keys the later they come.
+bool is_causal(const ForwardParams& p) { return p.window_right >= 0 && p.window_left < 0; }
+
 template <class Config>
 cudaError_t launch(const ForwardParams& p, cudaStream_t stream) {
   ForwardArguments a{};
@@ -63,8 +67,7 @@ cudaError_t launch(const ForwardParams& p, cudaStream_t stream) {
   const int m_blocks = (p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
   const int64_t kv_bytes =
       int64_t{p.seqlen_k} * (p.head_dim + p.head_dim_v) * sizeof(typename Config::Element);
-  a.order = tile_order(m_blocks, p.batch, p.heads_q, p.heads_kv, kv_bytes,
-                       p.window_right >= 0 && p.window_left < 0);
+  a.order = tile_order(m_blocks, p.batch, p.heads_q, p.heads_kv, kv_bytes, is_causal(p));
   if (a.order.tiles() > INT_MAX / 2) return cudaErrorInvalidConfiguration;  // tile indices are int
   a.tiles = static_cast<int>(a.order.tiles());
   a.packed = p.packed();
@@ -98,19 +101,21 @@ cudaError_t launch(const ForwardParams& p, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-template <class Element>
-cudaError_t launch_head_dim(const ForwardParams& p, cudaStream_t stream) {
+// The launch of row `kIndex` of the tile table.
+template <class Element, int kIndex>
+cudaError_t launch_row(const ForwardParams& p, cudaStream_t stream) {
+  constexpr ForwardTile kTile = kForwardTiles[kIndex];
+  return launch<ForwardConfig<Element, kTile.head_dim, kTile.block_m>>(p, stream);
+}
+
+template <class Element, int... kIndices>
+cudaError_t launch_chosen(const ForwardParams& p, cudaStream_t stream,
+                          std::integer_sequence<int, kIndices...>) {
+  constexpr cudaError_t (*kLaunches[])(const ForwardParams&,
+                                       cudaStream_t) = {launch_row<Element, kIndices>...};
   const int head_dim = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
-  switch (forward_tile(head_dim).head_dim) {
-    case 64:
-      return launch<ForwardConfig<Element, 64>>(p, stream);
-    case 128:
-      return launch<ForwardConfig<Element, 128>>(p, stream);
-    case 256:
-      return launch<ForwardConfig<Element, 256>>(p, stream);
-    default:
-      return cudaErrorInvalidValue;
-  }
+  const int chosen = choose_forward_tile(head_dim, p.seqlen_q, is_causal(p));
+  return chosen < 0 ? cudaErrorInvalidValue : kLaunches[chosen](p, stream);
 }
 
 }  // namespace
@@ -131,9 +136,10 @@ const char* unsupported_forward(const ForwardParams& p) {
 
 const char* launch_forward(const ForwardParams& p, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  constexpr std::make_integer_sequence<int, kForwardTileCount> kRows;
   const cudaError_t error = p.dtype == DType::kBFloat16
-                                ? launch_head_dim<__nv_bfloat16>(p, cuda_stream)
-                                : launch_head_dim<__half>(p, cuda_stream);
+                                ? launch_chosen<__nv_bfloat16>(p, cuda_stream, kRows)
+                                : launch_chosen<__half>(p, cuda_stream, kRows);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 

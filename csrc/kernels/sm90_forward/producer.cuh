@@ -10,24 +10,35 @@
 
 namespace attnscope::sm90 {
 
-// Takes tiles and works out what they are, a tile or two ahead of everyone.
+// Takes tiles and works out what they are. A tile is taken only when the producer is near the end
+// of the one before: the tiles left go to whoever is free, and the long ones, which come first,
+// even out.
 template <class Config>
 __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShared<Config>& s) {
   using ptx::shared_address;
   const ForwardParams& p = a.params;
   int index = blockIdx.x;
   int tiles = 0;
+  bool skipped = false;
   while (true) {
     const Slot<ForwardShared<Config>::kTiles> slot(tiles);
     Work& w = s.tile[slot.stage];
+    if (tiles > 0 && !skipped) {
+      ptx::mbarrier_wait(shared_address(&s.tile_wanted), tiles - 1 & 1);
+      index = gridDim.x + ptx::atomic_add(&a.counter->taken, 1);
+    }
+    skipped = false;
     const bool stop = index >= a.tiles;
     if (!stop) {
       const Tile tile = tile_at(a.order, index);
-      index = gridDim.x + ptx::atomic_add(&a.counter->taken, 1);
       const int batch = tile.head / p.heads_q, head = tile.head - batch * p.heads_q;
       const int first_row = tile.m_block * Config::kBlockM;
       const Segment seg_q = segment(p.cu_seqlens_q, p.total_q, p.seqlen_q, batch);
-      if (first_row >= seg_q.length) continue;
+      if (first_row >= seg_q.length) {  // nothing to do; the next, at once
+        index = gridDim.x + ptx::atomic_add(&a.counter->taken, 1);
+        skipped = true;
+        continue;
+      }
       ptx::mbarrier_wait(shared_address(&s.tile_empty[slot.stage]), slot.parity ^ 1);
       w.head = head;
       w.head_kv = head / (p.heads_q / p.heads_kv);
@@ -81,7 +92,13 @@ __device__ __forceinline__ void produce(const ForwardArguments& a, ForwardShared
     const Work w = s.tile[slot.stage];
     ptx::mbarrier_arrive(shared_address(&s.tile_empty[slot.stage]));
     if (w.stop) break;
-    if (w.range.begin >= w.range.end) continue;
+    const int blocks_here = w.range.end - w.range.begin;
+    // When to ask for the next tile: two blocks before the end covers the time it takes to come.
+    const int ask_at = blocks_here > 2 ? w.range.begin + 1 : w.range.end - 1;
+    if (blocks_here <= 0) {
+      ptx::mbarrier_arrive(shared_address(&s.tile_wanted));
+      continue;
+    }
 
     const auto load = [&](const TensorMap& tensor, auto& buffers, uint64_t* full, uint64_t* empty,
                           int count, int block) {
@@ -97,13 +114,15 @@ __device__ __forceinline__ void produce(const ForwardArguments& a, ForwardShared
     // K runs one block ahead of V, as the consumers do; Q comes with the first K.
 #pragma unroll 1
     for (int block = w.range.end - 1; block >= w.range.begin - 1; --block) {
+      if (block == ask_at) ptx::mbarrier_arrive(shared_address(&s.tile_wanted));
       if (block >= w.range.begin) load(a.k, s.k, s.k_full, s.k_empty, blocks, block);
       if (block == w.range.end - 1) {
-        ptx::mbarrier_wait(shared_address(&s.q_empty), queries++ & 1 ^ 1);
-        const uint32_t q_full = shared_address(&s.q_full);
-        ptx::mbarrier_arrive_expect_tx(q_full, sizeof(s.q));
-        load_box<Config>(shared_address(s.q), a.q, q_full, ptx::CachePolicy::kEvictFirst,
-                         Config::kBlockM, w.q_row, w.head, w.batch);
+        const Slot<Config::kQStages> q_slot(queries++);
+        ptx::mbarrier_wait(shared_address(&s.q_empty[q_slot.stage]), q_slot.parity ^ 1);
+        const uint32_t q_full = shared_address(&s.q_full[q_slot.stage]);
+        ptx::mbarrier_arrive_expect_tx(q_full, Config::kQBytes);
+        load_box<Config>(shared_address(s.q[q_slot.stage]), a.q, q_full,
+                         ptx::CachePolicy::kEvictFirst, Config::kBlockM, w.q_row, w.head, w.batch);
       } else {
         load(a.v, s.v, s.v_full, s.v_empty, blocks - 1, block + 1);
       }

@@ -13,24 +13,26 @@
 
 namespace attnscope::sm90 {
 
-template <class Element_, int kHeadDim_>
+template <class Element_, int kHeadDim_, int kBlockM_>
 struct ForwardConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr ForwardTile kTile = forward_tile(kHeadDim);
+  static constexpr ForwardTile kTile = forward_tile(kHeadDim, kBlockM_);
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
+  static constexpr int kQStages = kTile.q_stages;
   static constexpr int kStages = kTile.stages;
   static constexpr int kConsumers = kTile.consumers();
   static constexpr int kThreads = kTile.threads();
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+  static constexpr int kQBytes = 2 * kBlockM * kHeadDim;
   static constexpr int kTileBytes = 2 * kBlockN * kHeadDim;  // of K or V
   static constexpr int kRowBytes = 128;  // one swizzled row of a 64-element column block
   static constexpr bool kTakeTurns = kTile.take_turns;
-  static constexpr bool kOverlapMaximum = kTile.overlap_maximum;
+  static constexpr bool kKeepScores = kTile.keep_scores;
 
-  static_assert(kTile.head_dim == kHeadDim, "the tile table has no row for this head dim");
+  static_assert(kTile.head_dim == kHeadDim, "the tile table has no such row");
   static_assert(kHeadDim % 64 == 0, "tiles are column blocks of 64 elements");
   static_assert(kBlockN % 16 == 0, "keys are consumed 16 at a time");
   static_assert(kConsumers == 2 || kConsumers == 3,
@@ -57,14 +59,14 @@ template <class Config>
 struct ForwardShared {
   using Element = typename Config::Element;
   static constexpr int kStages = Config::kStages;
-  static constexpr int kTiles = 3;  // one in work, one being fetched, one being worked out
-  alignas(1024) Element q[Config::kBlockM * Config::kHeadDim];
+  static constexpr int kTiles = 2;  // one in work, one being fetched
+  alignas(1024) Element q[Config::kQStages][Config::kBlockM * Config::kHeadDim];
   alignas(1024) Element k[kStages][Config::kBlockN * Config::kHeadDim];
   alignas(1024) Element v[kStages][Config::kBlockN * Config::kHeadDim];
-  uint64_t q_full, q_empty;
+  uint64_t q_full[Config::kQStages], q_empty[Config::kQStages];
   uint64_t k_full[kStages], k_empty[kStages];
   uint64_t v_full[kStages], v_empty[kStages];
-  uint64_t tile_full[kTiles], tile_empty[kTiles];
+  uint64_t tile_full[kTiles], tile_empty[kTiles], tile_wanted;
   Work tile[kTiles];
 };
 

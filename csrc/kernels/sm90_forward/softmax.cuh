@@ -34,11 +34,23 @@ __device__ __forceinline__ float row_maximum(const Fragments<Config>& f, int hal
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-// The overlapped form. Probabilities and partial sums by the maximum that is in use, without
-// looking for the new one first: the search (a chain of comparisons and shuffles) runs beside the
-// exponentials instead of before them. False where a score passed the old maximum by more than
-// kHeadroom, in any row of the warp; then nothing but `p` has changed, and raise_maximum does the
-// block again.
+// Where probabilities go: packed at once into registers of their own, the scores kept; or, where
+// registers are short, in place of the scores, to be packed when P V is done with the last ones.
+template <class Config>
+__device__ __forceinline__ void put(Fragments<Config>& f, Probabilities<Config>& p, int i,
+                                    float low, float high) {
+  if constexpr (Config::kKeepScores) {
+    p[i] = ptx::pack<typename Config::Element>(low, high);
+  } else {
+    f.s[2 * i] = low;
+    f.s[2 * i + 1] = high;
+  }
+}
+
+// Probabilities and partial sums by the maximum that is in use, without looking for the new one
+// first: the search (a chain of comparisons and shuffles) runs beside the exponentials instead of
+// before them. False where a score passed the old maximum by more than kHeadroom, in any row of the
+// warp; then the sums have not changed, and raise_maximum must do the block again from its scores.
 template <class Config>
 __device__ __forceinline__ bool softmax(Fragments<Config>& f, Probabilities<Config>& p,
                                         float scale_log2) {
@@ -53,7 +65,7 @@ __device__ __forceinline__ bool softmax(Fragments<Config>& f, Probabilities<Conf
     const float p_low = ptx::exp2_approx(low), p_high = ptx::exp2_approx(high);
     sum[half] += p_low;
     sum[half] += p_high;
-    p[i] = ptx::pack<typename Config::Element>(p_low, p_high);
+    put<Config>(f, p, i, p_low, p_high);
   }
   if (__any_sync(0xffffffffu, top > kHeadroom)) return false;
   f.row_sum[0] = sum[0];
@@ -77,40 +89,10 @@ __device__ __forceinline__ void raise_maximum(Fragments<Config>& f, Probabilitie
       const float p_high = ptx::exp2_approx(fmaf(f.s[2 * i + 1], scale_log2, -f.row_max[half]));
       sum += p_low;
       sum += p_high;
-      p[i] = ptx::pack<typename Config::Element>(p_low, p_high);
+      put<Config>(f, p, i, p_low, p_high);
     }
     f.row_sum[half] = sum;
   }
-}
-
-// The form that needs the fewest registers, where O leaves few: the maximum first, then
-// probabilities in place of the scores, which pack_probabilities packs when P V is done with the
-// last ones. True where the maximum was raised; then `factor` is what O must be scaled by.
-template <class Config>
-__device__ __forceinline__ bool softmax_in_place(Fragments<Config>& f, float scale_log2,
-                                                 float (&factor)[2]) {
-  float new_max[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) new_max[half] = row_maximum<Config>(f, half) * scale_log2;
-  const bool grew = __any_sync(
-      0xffffffffu, new_max[0] - f.row_max[0] > kHeadroom || new_max[1] - f.row_max[1] > kHeadroom);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float old_max = f.row_max[half];
-    f.row_max[half] = grew ? fmaxf(old_max, new_max[half]) : old_max;
-    factor[half] = ptx::exp2_approx(old_max - f.row_max[half]);
-    float sum = f.row_sum[half] * factor[half];
-#pragma unroll
-    for (int i = half; i < Config::kBlockN / 4; i += 2) {
-#pragma unroll
-      for (int j = 2 * i; j < 2 * i + 2; ++j) {
-        f.s[j] = ptx::exp2_approx(fmaf(f.s[j], scale_log2, -f.row_max[half]));
-        sum += f.s[j];
-      }
-    }
-    f.row_sum[half] = sum;
-  }
-  return grew;
 }
 
 template <class Config>
