@@ -77,7 +77,7 @@ def usage(symbol: str, arch: str = "sm_90", registers: int = 200, spills: int = 
 
 
 def symbol(head_dim: int, dtype: str = "__half", folder: str = "sm80", op: str = "forward") -> str:
-    config = f"attnscope::{folder}::Config<{dtype}, {head_dim}, 64, true>"
+    config = f"attnscope::{folder}::ForwardConfig<{dtype}, {head_dim}>"
     return f"attnscope::{folder}::{op}_kernel<{config} >"
 
 
@@ -93,6 +93,13 @@ def test_a_tile_shows_the_worst_of_its_instances_on_each_architecture():
     assert (hopper["arch"], hopper["instances"], hopper["registers"]) == ("sm_90", 2, 255)
     assert (portable["spill_bytes"], hopper["spill_bytes"]) == (0, 16)
     assert (hopper["warps_per_sm"], hopper["limiter"]) == (8, "registers")
+
+
+def test_tiles_of_one_head_dim_are_told_apart_by_their_rows():
+    short, long = ({**TILE, "kernel": "sm90_forward", "block_m": rows} for rows in (128, 192))
+    used = "attnscope::sm90::forward_kernel<attnscope::sm90::ForwardConfig<__half, 128, 192> >"
+    missing, found = kernels.join([short, long], [usage(used, "sm_90a")])
+    assert missing["missing"] == "no instance in this build" and found["instances"] == 1
 
 
 @pytest.mark.parametrize(

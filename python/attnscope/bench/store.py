@@ -201,7 +201,7 @@ def environment(device: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
         "triton": _version("triton"),
         "packages": {name: _version(name) for name in PACKAGES},
         "python": platform.python_version(),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
         "cpu": _cpu_name(),
         "threads": torch.get_num_threads(),
         "settings": dict(settings),
