@@ -45,7 +45,7 @@ TILES = {
     32: Tile(128, 64, 4, 3),
     64: Tile(128, 64, 4, 3),
     128: Tile(128, 128, 8, 2),
-    256: Tile(128, 64, 8, 2),
+    256: Tile(128, 32, 8, 2),
 }
 # For cards that give a program about 100 KB of shared memory, not the 227 KB of sm_90 and sm_100.
 SMALL_TILES = TILES | {128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)}
