@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 TARGET = Path(__file__).parent.parent / "csrc" / "ptx" / "wgmma_shapes.cuh"
-SCORE_COLUMNS = (64, 80, 96, 112, 128, 144, 160, 176, 192)  # key blocks: A and B from shared memory
-OUTPUT_COLUMNS = (64, 96, 128, 192, 256)  # head dims: A from registers, B transposed
+SCORE_COLUMNS = (64, 128)  # key blocks: A and B from shared memory
+OUTPUT_COLUMNS = (64, 128, 256)  # head dims: A from registers, B transposed
 TYPES = (("__nv_bfloat16", "bf16"), ("__half", "f16"))
 
 HEAD = """\

@@ -25,6 +25,22 @@ __device__ __forceinline__ void transform_scores(float (&s)[kCount], float scale
   }
 }
 
+// P may pass 1 by this power of two before O and the sums are rescaled to a new maximum. It costs
+// nothing: fp32 sums hold it, and P has the same relative precision at any scale.
+constexpr float kHeadroom = 8.0f;
+
+// The largest score of the thread's upper (half 0) or lower row, over all columns.
+template <int kCount>
+__device__ __forceinline__ float row_maximum(const float (&s)[kCount], int half) {
+  float x = fmaxf(s[2 * half], s[2 * half + 1]);
+#pragma unroll
+  for (int n = 1; n < kCount / 4; ++n) {
+    x = fmaxf(x, fmaxf(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]));
+  }
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
 // `row` is the thread's upper row in its sequence, `first_key` the key of column 0.
 template <int kCount>
 __device__ __forceinline__ void mask_scores(float (&s)[kCount], const Window& window, int row,

@@ -24,6 +24,7 @@
 #include "attn/tail.cuh"
 #include "attn/tile_order.cuh"
 #include "kernels/sm80_forward/tiles.cuh"
+#include "ptx/address.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
@@ -71,26 +72,17 @@ __device__ __forceinline__ void compute_scores(Accumulators<Config>& acc,
 }
 
 // Raises the reference maxima where a row's new maximum passed them by more than kHeadroom, and
-// scales O and the sums to match. Below that P stays under 2^8, which costs no accuracy in fp32
-// sums and none in P, whose relative precision is the same at any scale.
+// scales O and the sums to match.
 template <class Config>
 __device__ __forceinline__ void update_row_max(Accumulators<Config>& acc, float scale_log2) {
-  constexpr float kHeadroom = 8.0f;
   float new_max[Config::kRows];
   bool grew = false;
 #pragma unroll
   for (int m = 0; m < Config::kRowTiles; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float x = fmaxf(acc.s[m][half * 2], acc.s[m][half * 2 + 1]);
-#pragma unroll
-      for (int n = 1; n < Config::kBlockN / 8; ++n) {
-        x = fmaxf(x, fmaxf(acc.s[m][4 * n + half * 2], acc.s[m][4 * n + half * 2 + 1]));
-      }
-      x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-      x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
       const int r = 2 * m + half;
-      new_max[r] = x * scale_log2;
+      new_max[r] = row_maximum(acc.s[m], half) * scale_log2;
       grew |= new_max[r] - acc.row_max[r] > kHeadroom;
     }
   }
@@ -109,7 +101,7 @@ __device__ __forceinline__ void update_row_max(Accumulators<Config>& acc, float 
   }
 }
 
-// Exponentials [kBegin, kEnd) of the 8 kRowTiles a thread owns among 16 keys; scores become
+// Exponentials [begin, end) of the 8 kRowTiles a thread owns among 16 keys; scores become
 // probabilities in place.
 template <class Config>
 __device__ __forceinline__ void exponentiate(Accumulators<Config>& acc, float scale_log2,

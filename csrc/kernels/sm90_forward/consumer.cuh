@@ -7,7 +7,7 @@
 #include "attn/tail.cuh"
 #include "kernels/sm90_forward/shared.cuh"
 #include "kernels/sm90_forward/softmax.cuh"
-#include "ptx/cp_async.cuh"
+#include "ptx/address.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/mma.cuh"
@@ -107,8 +107,7 @@ __device__ __forceinline__ void store_output(const Fragments<Config>& f, const F
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
     const int row = warp_row + half * 8;
-    const bool empty =
-        sum == 0.0f;  // no key seen: the largest term of any other row is at least 2^-8
+    const bool empty = sum == 0.0f;  // no key seen: the largest term of any other row is at least 1
     const float inverse = empty ? 0.0f : 1.0f / sum;
     if (quad == 0 && row < rows) {
       lse[row] = empty ? -INFINITY : fmaf(f.row_max[half], 0.6931471805599453f, logf(sum));

@@ -89,6 +89,8 @@ cudaError_t launch(const ForwardParams& p, cudaStream_t stream) {
   if (a.counter == nullptr) return cudaErrorMemoryAllocation;
 
   constexpr int kSharedBytes = sizeof(ForwardShared<Config>);
+  static_assert(kSharedBytes == Config::kTile.shared_bytes(),
+                "the tile table and the struct disagree");
   static_assert(kSharedBytes <= 232448, "shared memory of a block");
   const auto kernel = forward_kernel<Config>;
   if (cudaError_t error =

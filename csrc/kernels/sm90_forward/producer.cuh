@@ -3,7 +3,7 @@
 #pragma once
 
 #include "kernels/sm90_forward/shared.cuh"
-#include "ptx/cp_async.cuh"
+#include "ptx/address.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/tma.cuh"

@@ -1,6 +1,7 @@
 // Scores to probabilities in a consumer's registers.
 #pragma once
 
+#include "attn/scores.cuh"
 #include "kernels/sm90_forward/shared.cuh"
 #include "ptx/math.cuh"
 
@@ -19,20 +20,6 @@ struct Fragments {
 // A block's probabilities, packed as the A operands of P V.
 template <class Config>
 using Probabilities = uint32_t[Config::kBlockN / 4];
-
-// P may pass 1 by this power of two before O is rescaled. It costs nothing: fp32 sums hold it, and
-// P has the same relative precision at any scale.
-constexpr float kHeadroom = 8.0f;
-
-template <class Config>
-__device__ __forceinline__ float row_maximum(const Fragments<Config>& f, int half) {
-  float x = fmaxf(f.s[2 * half], f.s[2 * half + 1]);
-#pragma unroll
-  for (int i = half + 2; i < Config::kBlockN / 4; i += 2)
-    x = fmaxf(x, fmaxf(f.s[2 * i], f.s[2 * i + 1]));
-  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-}
 
 // Where probabilities go: packed at once into registers of their own, the scores kept; or, where
 // registers are short, in place of the scores, to be packed when P V is done with the last ones.
@@ -80,7 +67,7 @@ __device__ __forceinline__ void raise_maximum(Fragments<Config>& f, Probabilitie
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float old_max = f.row_max[half];
-    f.row_max[half] = fmaxf(old_max, row_maximum<Config>(f, half) * scale_log2);
+    f.row_max[half] = fmaxf(old_max, row_maximum(f.s, half) * scale_log2);
     factor[half] = ptx::exp2_approx(old_max - f.row_max[half]);
     float sum = f.row_sum[half] * factor[half];
 #pragma unroll

@@ -2,14 +2,13 @@
 
 import itertools
 import zlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from attnscope.ops import visible_pairs
 
 SUITES = Path(__file__).parent / "suites"
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -144,13 +143,7 @@ class Workload:
         """(query, key) pairs that the mask lets through, over the batch, for one head."""
         left, right = self.window
         right = 0 if self.causal else right
-        total = 0
-        for (len_q, len_k), times in Counter(self.segments()).items():
-            diagonal = np.arange(len_q, dtype=np.int64) + (len_k - len_q)
-            first = np.maximum(diagonal - (left if left >= 0 else len_k), 0)
-            last = np.minimum(diagonal + (right if right >= 0 else len_q), len_k - 1)
-            total += times * int(np.maximum(last - first + 1, 0).sum())
-        return total
+        return sum(visible_pairs(*lengths, left, right) for lengths in self.segments())
 
     def flops(self) -> float:
         """Exact floating-point operations of the two products (five for a backward pass)."""
