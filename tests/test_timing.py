@@ -129,8 +129,15 @@ def test_settings_that_make_no_sense_are_refused(settings, message):
 
 
 def test_all_samples_are_kept_in_order():
-    waits = iter([1e-3, 3e-3, 5e-3, 2e-3] * 2)
-    timings = time_interleaved(
-        {"a": [lambda: time.sleep(next(waits))]}, WallClock(), fixed(4, warmup=4)
-    )
-    assert np.argsort(timings["a"].samples_ms).tolist() == [0, 3, 1, 2]
+    waits = iter([5e-3, 15e-3, 25e-3, 10e-3] * 2)
+    took = []
+
+    def wait() -> None:  # a busy machine may wake a sleeper late, so the call says how long it was
+        start = time.perf_counter()
+        time.sleep(next(waits))
+        took.append((time.perf_counter() - start) * 1e3)
+
+    timings = time_interleaved({"a": [wait]}, WallClock(), fixed(4, warmup=4))
+    assert len(took) == 8
+    assert np.argsort(timings["a"].samples_ms).tolist() == np.argsort(took[4:]).tolist()
+    assert timings["a"].samples_ms == pytest.approx(took[4:], rel=0.05)
