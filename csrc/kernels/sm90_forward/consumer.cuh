@@ -151,6 +151,7 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
   constexpr int kBlockN = Config::kBlockN;
   constexpr int kStages = Config::kStages;
   constexpr int kFirstTurn = 1;  // named barriers kFirstTurn + consumer; 0 is __syncthreads
+  constexpr int kRowsCleared = kFirstTurn + Config::kConsumers;
   const int consumer = ptx::uniform(threadIdx.x / 128 - 1);
   const int warp_row = consumer * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
   const bool elected = threadIdx.x % 32 == 0;  // one arrival a warp
@@ -214,14 +215,14 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
         if (block > begin) ptx::mbarrier_wait(shared_address(&s.k_full[slot.stage]), slot.parity);
       };
 
-      // Each consumer clears rows for itself; they write the same zeros.
+      // Every consumer comes here for the same blocks; the first clears for all of them.
       const auto await_v = [&](const Slot<kStages>& slot, int block) {
         ptx::mbarrier_wait(shared_address(&s.v_full[slot.stage]), slot.parity);
         const int valid_begin = w.first_key - block * kBlockN,
                   valid_end = w.seqlen_k - block * kBlockN;
         if (__builtin_expect(valid_begin > 0 || (a.packed && valid_end < kBlockN), false)) {
-          clear_rows<Config>(s.v[slot.stage], valid_begin, valid_end);
-          ptx::barrier_sync(kFirstTurn + Config::kConsumers + consumer, 128);
+          if (consumer == 0) clear_rows<Config>(s.v[slot.stage], valid_begin, valid_end);
+          ptx::barrier_sync(kRowsCleared, 128 * Config::kConsumers);
         }
       };
 
