@@ -9,7 +9,7 @@ namespace attnscope {
 // maximum is not that of the raw scores), the scores are made final first: transform.
 struct ScoreScales {
   bool transform;
-  float scale;
+  float factor;   // of the raw scores when transforming: the scale, or 2 log2(e) scale / softcap
   float softcap;  // 0: none
   float scale_log2;
 };
@@ -17,7 +17,8 @@ struct ScoreScales {
 inline ScoreScales score_scales(const ForwardParams& p) {
   constexpr double kLog2e = 1.4426950408889634;
   const bool transform = p.softcap > 0 || !(p.scale > 0);
-  return {transform, static_cast<float>(p.scale), static_cast<float>(p.softcap),
+  const double factor = p.softcap > 0 ? 2.0 * kLog2e * p.scale / p.softcap : p.scale;
+  return {transform, static_cast<float>(factor), static_cast<float>(p.softcap),
           static_cast<float>((transform ? 1.0 : p.scale) * kLog2e)};
 }
 

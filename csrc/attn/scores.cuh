@@ -4,24 +4,23 @@
 #pragma once
 
 #include "attn/block_range.cuh"
+#include "attn/score_scales.h"
 #include "ptx/math.cuh"
 
 namespace attnscope {
 
 // Raw scores to final logits, see ScoreScales::transform.
 template <int kCount>
-__device__ __forceinline__ void transform_scores(float (&s)[kCount], float scale, float softcap) {
-  if (softcap > 0.0f) {
-    const float to_exponent = scale / softcap * (2.0f * 1.4426950408889634f);
+__device__ __forceinline__ void transform_scores(float (&s)[kCount], const ScoreScales& scales) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) s[i] *= scales.factor;
+  if (scales.softcap > 0.0f) {
+    // cap tanh(x) = cap - 2 cap / (e^2x + 1); tanh.approx would cost 2^-11 of the cap.
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      // tanh(x) = 1 - 2 / (e^2x + 1); tanh.approx would cost 2^-11 of the cap.
-      const float e = ptx::exp2_approx(s[i] * to_exponent);
-      s[i] = softcap * (1.0f - __fdividef(2.0f, e + 1.0f));
+      const float e = ptx::exp2_approx(s[i]);
+      s[i] = fmaf(-2.0f * scales.softcap, ptx::reciprocal_approx(e + 1.0f), scales.softcap);
     }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) s[i] *= scale;
   }
 }
 

@@ -1,4 +1,4 @@
-// Addresses in shared memory as PTX instructions take them. PTX ISA 9.7.9.21 (cvta).
+// Addresses in shared memory as PTX instructions take them, and a load by one. PTX ISA 9.7.9.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,15 @@ namespace attnscope::ptx {
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ uint4 load_shared_v4(uint32_t shared) {
+  uint4 r;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "r"(shared)
+               : "memory");
+  return r;
 }
 
 }  // namespace attnscope::ptx

@@ -1,4 +1,4 @@
-// Matrix fragments from shared memory. PTX ISA 9.7.14.5.15, sm_75.
+// Matrix fragments from and to shared memory. PTX ISA 9.7.14.5.15, sm_75.
 #pragma once
 
 #include <cstdint>
@@ -18,6 +18,13 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t sha
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(shared)
+               : "memory");
+}
+
+// The way back: lanes 8i .. 8i+7 give the row addresses of matrix i. PTX ISA 9.7.14.5.16, sm_90.
+__device__ __forceinline__ void stmatrix_x4(uint32_t shared, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 }
 

@@ -15,6 +15,27 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// log2(x), absolute error 2^-22 near 1, relative 2^-22 elsewhere. PTX ISA lg2.approx.
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 1 / x, 1 ulp. PTX ISA rcp.approx.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// value << count; 0 from a count of 32 on. PTX ISA shl.
+__device__ __forceinline__ uint32_t shift_left(uint32_t value, uint32_t count) {
+  uint32_t r;
+  asm("shl.b32 %0, %1, %2;" : "=r"(r) : "r"(value), "r"(count));
+  return r;
+}
+
 // Two floats, rounded to nearest even, packed with `low` in the low half.
 template <class Element>
 __device__ __forceinline__ uint32_t pack(float low, float high);

@@ -1,6 +1,8 @@
 // Tiles of the Hopper forward kernel, as data. Plain C++.
 #pragma once
 
+#include <climits>
+
 namespace attnscope::sm90 {
 
 struct ForwardTile {
@@ -11,33 +13,48 @@ struct ForwardTile {
   int stages;        // K and V tiles in flight
   bool take_turns;   // consumers issue their products one after the other
   bool keep_scores;  // through the softmax; else they are computed again when the maximum rose
-  int causal_rows;   // serves causal calls of up to this many query rows only; 0: every call
+  int full_rows;     // serves calls of up to this many query rows,
+  int causal_rows;   // causal ones of up to this many
   const char* reason;
 
   constexpr int consumers() const { return block_m / 64; }
   constexpr int threads() const { return 128 * (consumers() + 1); }
+  // A thread's registers: what the feeding warps can spare goes to the consumers.
+  constexpr int producer_registers() const { return consumers() == 3 ? 32 : 24; }
+  constexpr int consumer_registers() const {
+    const int launched = 65536 / threads() / 8 * 8;
+    const int rest = launched * (consumers() + 1) - producer_registers();
+    const int each = rest / consumers() / 8 * 8;
+    return each < 240 ? each : 240;
+  }
   constexpr int shared_bytes() const {
-    return 2 * head_dim * (q_stages * block_m + 2 * stages * block_n) + 1024;  // and barriers
+    return 2 * head_dim * (q_stages * block_m + 2 * stages * block_n) +  // Q, K, V
+           2 * 64 * block_m + 1024;                                      // O on its way, barriers
   }
 };
 
 // Reasons: TFLOP/s, or the geometric mean of the speed over the best peer's, on an H200
 // (docs/perf-log.md).
+inline constexpr int kAnyRows = INT_MAX;
 inline constexpr ForwardTile kForwardTiles[] = {
-    {64, 128, 128, 2, 3, false, true, 1024,
-     "causal S = 512, 1024: 199, 283; 192 rows, much of them masked: 188, 259"},
-    {64, 192, 128, 2, 3, true, false, 0, "S = 16384: 547; 128 rows 491, 112 keys 531"},
-    {128, 128, 128, 2, 2, false, true, 0, "0.94; 112 keys 0.89"},
-    {256, 128, 64, 1, 2, false, true, 0, "1.01; 80 keys, scores not kept: 0.98"},
+    {64, 256, 64, 2, 4, false, false, 1024, 4096,
+     "causal S = 512, 1024: 268, 360; 192 rows of 128 keys: 238, 319"},
+    {64, 192, 128, 2, 3, false, false, kAnyRows, kAnyRows,
+     "S = 8192: 563; 256 rows of 64 keys: 530"},
+    {128, 192, 64, 1, 4, false, true, 512, 4096,
+     "causal S = 512, 1024: 335, 450; 128 rows of 128 keys: 300, 446"},
+    {128, 128, 128, 1, 2, true, true, kAnyRows, kAnyRows,
+     "S = 8192: 753; 192 rows of 64 keys: 736, no turns: 747"},
+    {256, 128, 64, 1, 2, false, true, kAnyRows, kAnyRows, "1.04; 80 keys, scores not kept: 0.98"},
 };
 inline constexpr int kForwardTileCount = sizeof(kForwardTiles) / sizeof(kForwardTiles[0]);
+inline constexpr int kMaxConsumers = 4;
 
 // The first row that serves the call; -1 if none does.
 constexpr int choose_forward_tile(int head_dim, int rows, bool causal) {
   for (int i = 0; i < kForwardTileCount; ++i) {
     const ForwardTile& t = kForwardTiles[i];
-    if (head_dim <= t.head_dim && (t.causal_rows == 0 || (causal && rows <= t.causal_rows)))
-      return i;
+    if (head_dim <= t.head_dim && rows <= (causal ? t.causal_rows : t.full_rows)) return i;
   }
   return -1;
 }

@@ -90,57 +90,61 @@ __device__ __forceinline__ void clear_rows(typename Config::Element* v, int vali
   ptx::fence_proxy_async();
 }
 
-// Registers to global memory: the four threads of a row trade 4-byte pieces until each holds 16
-// contiguous bytes.
+// A warp's 16 rows to global memory, 64 columns at a time: through shared memory, so that eight
+// lanes write the 128 contiguous bytes of a row.
 template <class Config>
 __device__ __forceinline__ void store_output(const Fragments<Config>& f, const ForwardParams& p,
-                                             const Work& w, int warp_row) {
+                                             const Work& w, int consumer,
+                                             typename Config::Element (&staging)[16 * 64]) {
   using Element = typename Config::Element;
-  const int quad = threadIdx.x % 4;
-  const int rows = w.seqlen_q - w.first_row;  // of the tile and below it
-  Element* out = static_cast<Element*>(p.out) + int64_t{w.batch} * p.out_stride.batch +
-                 int64_t{w.q_row} * p.out_stride.row + w.head * p.out_stride.head;
-  float* lse = p.lse + int64_t{w.batch} * p.lse_batch_stride + w.head * p.lse_head_stride + w.q_row;
+  const int lane = threadIdx.x % 32;
+  const int first_row = consumer * 64 + threadIdx.x % 128 / 32 * 16;  // in the tile
+  const int rows = w.seqlen_q - w.first_row - first_row;
+  const int64_t q_row = w.q_row + first_row;
+
+  float inverse[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float sum = f.row_sum[half];
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    const int row = warp_row + half * 8;
     const bool empty = sum == 0.0f;  // no key seen: the largest term of any other row is at least 1
-    const float inverse = empty ? 0.0f : 1.0f / sum;
-    if (quad == 0 && row < rows) {
-      lse[row] = empty ? -INFINITY : fmaf(f.row_max[half], 0.6931471805599453f, logf(sum));
+    inverse[half] = empty ? 0.0f : ptx::reciprocal_approx(sum);
+    const int row = lane / 4 + half * 8;
+    if (lane % 4 == 0 && row < rows) {
+      float* lse = p.lse + int64_t{w.batch} * p.lse_batch_stride + w.head * p.lse_head_stride;
+      lse[q_row + row] =
+          empty ? -INFINITY : (f.row_max[half] + ptx::log2_approx(sum)) * 0.6931471805599453f;
     }
+  }
+
+  // In rows of 128 bytes, swizzled. Writing, a lane's address is of row lane % 16 and the chunk of
+  // 16 bytes lane / 16 of a pair; reading, of row lane / 8 and chunk lane % 8.
+  const uint32_t shared = ptx::shared_address(staging);
+  const uint32_t write = shared + lane % 16 * 128 + ((lane / 16 ^ lane % 8) * 16);
+  const uint32_t read = shared + lane / 8 * 128 + ((lane % 8 ^ lane / 8) * 16);
+  Element* out = static_cast<Element*>(p.out) + int64_t{w.batch} * p.out_stride.batch +
+                 (q_row + lane / 8) * p.out_stride.row + w.head * p.out_stride.head + lane % 8 * 8;
 #pragma unroll
-    for (int n = 0; n < Config::kHeadDim / 8; n += 4) {
-      uint32_t r[4];
+  for (int column = 0; column < Config::kHeadDim; column += 64) {
+    if (column > 0) __syncwarp();  // the last 64 columns have been read
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* o = &f.o[4 * (n + i) + 2 * half];
-        r[i] = ptx::pack<Element>(o[0] * inverse, o[1] * inverse);
-      }
-      // Transpose 4 x 4 among the quad: by pairs at distance 1, then 2.
+    for (int chunk = 0; chunk < 8; chunk += 2) {
+      const float* o = &f.o[column / 2 + 4 * chunk];
+      ptx::stmatrix_x4(write ^ chunk * 16,
+                       {ptx::pack<Element>(o[0] * inverse[0], o[1] * inverse[0]),
+                        ptx::pack<Element>(o[2] * inverse[1], o[3] * inverse[1]),
+                        ptx::pack<Element>(o[4] * inverse[0], o[5] * inverse[0]),
+                        ptx::pack<Element>(o[6] * inverse[1], o[7] * inverse[1])});
+    }
+    __syncwarp();
+    uint4 value[4];
 #pragma unroll
-      for (int distance = 1; distance <= 2; distance *= 2) {
-        const bool upper = quad & distance;
+    for (int i = 0; i < 4; ++i) value[i] = ptx::load_shared_v4((read ^ i % 2 * 64) + i * 512);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (i & distance) continue;
-          const uint32_t got =
-              __shfl_xor_sync(0xffffffffu, upper ? r[i] : r[i + distance], distance);
-          if (upper) {
-            r[i] = got;
-          } else {
-            r[i + distance] = got;
-          }
-        }
-      }
-      const int column = (n + quad) * 8;
-      if (row < rows && column < p.head_dim_v) {
-        *reinterpret_cast<uint4*>(out + row * p.out_stride.row + column) =
-            uint4{r[0], r[1], r[2], r[3]};
-      }
+    for (int i = 0; i < 4; ++i) {
+      if (lane / 8 + i * 4 < rows && column + lane % 8 * 8 < p.head_dim_v)
+        *reinterpret_cast<uint4*>(out + i * 4 * p.out_stride.row + column) = value[i];
     }
   }
 }
@@ -178,6 +182,11 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
     __syncwarp();
     if (elected) ptx::mbarrier_arrive(shared_address(&barrier));
   };
+  // Unread, and so perhaps before it is full; but not before all have released what it held last.
+  const auto give_back = [&](uint64_t& barrier, int parity) {
+    ptx::mbarrier_wait(shared_address(&barrier), parity ^ 1);
+    release(barrier);
+  };
   if (Config::kTakeTurns && consumer == Config::kConsumers - 1)
     ptx::barrier_arrive(kFirstTurn, 256);
 
@@ -188,42 +197,64 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
     ptx::mbarrier_wait(shared_address(&s.tile_full[slot.stage]), slot.parity);
     const Work& w = s.tile[slot.stage];
     if (ptx::uniform(w.stop)) break;
-    const int begin = ptx::uniform(w.range.begin), end = ptx::uniform(w.range.end);
+    const BlockRange& range = w.consumer[consumer];
+    const int begin = ptx::uniform(range.begin), end = ptx::uniform(range.end);
 #pragma unroll
     for (int i = 0; i < Config::kHeadDim / 2; ++i) f.o[i] = 0.0f;
     f.row_max[0] = f.row_max[1] = -FLT_MAX;
     f.row_sum[0] = f.row_sum[1] = 0.0f;
 
+    const auto needs_clearing = [&](int block) {
+      return w.first_key > block * kBlockN || (a.packed && w.seqlen_k < (block + 1) * kBlockN);
+    };
+    // Every consumer comes here for the blocks that need clearing, once; one clears.
+    const auto await_v = [&](const Slot<kStages>& slot, int block) {
+      ptx::mbarrier_wait(shared_address(&s.v_full[slot.stage]), slot.parity);
+      if (__builtin_expect(needs_clearing(block), false)) {
+        if (consumer == 0) {
+          clear_rows<Config>(s.v[slot.stage], w.first_key - block * kBlockN,
+                             w.seqlen_k - block * kBlockN);
+        }
+        ptx::barrier_sync(kRowsCleared, 128 * Config::kConsumers);
+      }
+    };
+    // Blocks of the tile that other consumers' rows see and this one's do not.
+    const auto skip = [&](int block, int last) {
+      for (; block >= last; --block) {
+        const Slot<kStages> slot(blocks++);
+        if (block + 1 < w.range.end) {
+          take_turn();
+          pass_turn();
+        }
+        give_back(s.k_empty[slot.stage], slot.parity);
+        if (needs_clearing(block)) await_v(slot, block);
+        give_back(s.v_empty[slot.stage], slot.parity);
+      }
+    };
+    skip(ptx::uniform(w.range.end) - 1, end);
     if (begin < end) {
+      if (end < w.range.end) {  // the first block takes no turn, but where the others' does
+        take_turn();
+        pass_turn();
+      }
       float factor[2];
       Probabilities<Config> p[2];  // of this block, and of the last, which P V still reads
       // What only boundary blocks need is read from shared memory when they need it.
       const auto finish_scores = [&](int block, bool boundary) {
         if (__builtin_expect(a.scores.transform, false)) {
-          transform_scores(f.s, a.scores.scale, a.scores.softcap);
+          transform_scores(f.s, a.scores);
         }
         if (__builtin_expect(boundary, false)) {
-          mask_scores(f.s, {w.shift, a.params.window_left, a.params.window_right},
-                      w.first_row + warp_row, block * kBlockN, w.seqlen_k);
+          mask_scores_by_bits(f.s, {w.shift, a.params.window_left, a.params.window_right},
+                              w.first_row + warp_row, block * kBlockN, w.seqlen_k);
         }
       };
       const auto is_boundary = [&](int block) {
-        return block < w.range.full_begin || block >= w.range.full_end;
+        return block < range.full_begin || block >= range.full_end;
       };
       const auto await_next_scores = [&](int block) {
         const Slot<kStages> slot(blocks + 1);
         if (block > begin) ptx::mbarrier_wait(shared_address(&s.k_full[slot.stage]), slot.parity);
-      };
-
-      // Every consumer comes here for the same blocks; the first clears for all of them.
-      const auto await_v = [&](const Slot<kStages>& slot, int block) {
-        ptx::mbarrier_wait(shared_address(&s.v_full[slot.stage]), slot.parity);
-        const int valid_begin = w.first_key - block * kBlockN,
-                  valid_end = w.seqlen_k - block * kBlockN;
-        if (__builtin_expect(valid_begin > 0 || (a.packed && valid_end < kBlockN), false)) {
-          if (consumer == 0) clear_rows<Config>(s.v[slot.stage], valid_begin, valid_end);
-          ptx::barrier_sync(kRowsCleared, 128 * Config::kConsumers);
-        }
       };
 
       // The first block: nothing to overlap with yet.
@@ -244,7 +275,7 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
       finish_scores(block, is_boundary(block));
       raise_maximum<Config>(f, p[0], scale_log2, factor);
       if constexpr (!Config::kKeepScores) pack_probabilities<Config>(f, p[0]);
-      await_v(first, block);
+      if (block > begin) await_v(first, block);
       await_next_scores(block);
 
       // S of this block, then P V of the block before; the softmax of this block runs under both.
@@ -313,8 +344,12 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
         }
         step(p[kOther], p[0]);
       }
+    } else if (w.range.begin < w.range.end) {
+      const Slot<Config::kQStages> q_slot(queries++);
+      give_back(s.q_empty[q_slot.stage], q_slot.parity);
     }
-    store_output<Config>(f, a.params, w, warp_row);
+    skip(begin - 1, ptx::uniform(w.range.begin));
+    store_output<Config>(f, a.params, w, consumer, s.o[threadIdx.x / 32 - 4]);
     release(s.tile_empty[slot.stage]);
   }
   if (a.packed) {

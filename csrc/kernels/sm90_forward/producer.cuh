@@ -54,6 +54,13 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
       w.first_key = window.first_key(first_row);
       w.range = block_range(window, first_row, min(first_row + Config::kBlockM, seg_q.length),
                             seg_k.length, Config::kBlockN);
+#pragma unroll 1
+      for (int i = 0; i < Config::kConsumers; ++i) {
+        const int begin_row = first_row + 64 * i, end_row = min(begin_row + 64, seg_q.length);
+        w.consumer[i] = block_range(window, begin_row, end_row, seg_k.length, Config::kBlockN);
+        if (begin_row >= end_row || w.consumer[i].begin >= w.consumer[i].end)
+          w.consumer[i].begin = w.consumer[i].end = w.range.begin;
+      }
     } else {
       ptx::mbarrier_wait(shared_address(&s.tile_empty[slot.stage]), slot.parity ^ 1);
     }

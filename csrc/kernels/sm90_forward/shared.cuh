@@ -24,8 +24,8 @@ struct ForwardConfig {
   static constexpr int kStages = kTile.stages;
   static constexpr int kConsumers = kTile.consumers();
   static constexpr int kThreads = kTile.threads();
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+  static constexpr int kProducerRegisters = kTile.producer_registers();
+  static constexpr int kConsumerRegisters = kTile.consumer_registers();
   static constexpr int kQBytes = 2 * kBlockM * kHeadDim;
   static constexpr int kTileBytes = 2 * kBlockN * kHeadDim;  // of K or V
   static constexpr int kRowBytes = 128;  // one swizzled row of a 64-element column block
@@ -35,8 +35,7 @@ struct ForwardConfig {
   static_assert(kTile.head_dim == kHeadDim, "the tile table has no such row");
   static_assert(kHeadDim % 64 == 0, "tiles are column blocks of 64 elements");
   static_assert(kBlockN % 16 == 0, "keys are consumed 16 at a time");
-  static_assert(kConsumers == 2 || kConsumers == 3,
-                "register budgets are given for 2 and 3 consumers");
+  static_assert(kConsumers >= 1 && kConsumers <= kMaxConsumers, "what Work has room for");
 };
 
 // One tile of query rows, worked out once for all roles.
@@ -49,9 +48,10 @@ struct Work {
   int k_row;      // of the tensors, where the keys begin
   int first_row;  // of the sequence, where the tile begins
   int seqlen_q, seqlen_k;
-  int shift;      // seqlen_k - seqlen_q
-  int first_key;  // before it no row of the tile sees any
-  BlockRange range;
+  int shift;                           // seqlen_k - seqlen_q
+  int first_key;                       // before it no row of the tile sees any
+  BlockRange range;                    // what the tile visits
+  BlockRange consumer[kMaxConsumers];  // what each consumer's rows do: a part of it
 };
 
 // Barriers are named by the event that completes them.
@@ -63,6 +63,7 @@ struct ForwardShared {
   alignas(1024) Element q[Config::kQStages][Config::kBlockM * Config::kHeadDim];
   alignas(1024) Element k[kStages][Config::kBlockN * Config::kHeadDim];
   alignas(1024) Element v[kStages][Config::kBlockN * Config::kHeadDim];
+  alignas(1024) Element o[Config::kConsumers * 4][16 * 64];  // of a warp, on the way out
   uint64_t q_full[Config::kQStages], q_empty[Config::kQStages];
   uint64_t k_full[kStages], k_empty[kStages];
   uint64_t v_full[kStages], v_empty[kStages];

@@ -1,11 +1,40 @@
 // Scores to probabilities in a consumer's registers.
 #pragma once
 
+#include <cstdint>
+
 #include "attn/scores.cuh"
 #include "kernels/sm90_forward/shared.cuh"
 #include "ptx/math.cuh"
 
 namespace attnscope::sm90 {
+
+// mask_scores by a bit a column, in less than half of its instructions for two more registers
+// (with which the sm_80 kernel would spill).
+template <int kCount>
+__device__ __forceinline__ void mask_scores_by_bits(float (&s)[kCount], const Window& window,
+                                                    int row, int first_key, int seqlen_k) {
+  const int first = first_key + threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int begin = window.first_key(row + half * 8) - first;
+    const int end = window.end_key(row + half * 8, seqlen_k) - first;
+    // Of the thread's columns 0, 1, 8, 9, 16, 17, .. so many are before a key.
+    const auto before = [](int key) { return max(0, key / 8 * 2 + min(key % 8, 2)); };
+    const int first_seen = before(begin), end_seen = before(end);
+#pragma unroll
+    for (int word = 0; word < kCount / 2; word += 32) {
+      // Bit i: column word + i is seen. The hardware turns seven bits at a time into predicates.
+      const uint32_t seen = ptx::shift_left(~0u, max(0, first_seen - word)) &
+                            ~ptx::shift_left(~0u, max(0, end_seen - word));
+#pragma unroll
+      for (int i = 0; i < min(32, kCount / 2 - word); ++i) {
+        const int column = word + i;
+        if (!(seen & 1u << i)) s[column / 2 * 4 + 2 * half + column % 2] = -INFINITY;
+      }
+    }
+  }
+}
 
 // A consumer thread's rows are g and g + 8 of its warp's 16, g = lane / 4; of every 8 columns it
 // holds 2 (lane % 4) and the next: element 4 n + 2 half + i.

@@ -1,0 +1,57 @@
+"""A small grid of calls, for compute-sanitizer: `python sanitized_calls.py IMPL`.
+
+Only this project's kernels run: racecheck fails in some of torch's, which the tests use to compare.
+"""
+
+import sys
+
+import torch
+
+from attnscope import attention, attention_varlen
+
+MASKS = (
+    {},
+    {"causal": True},
+    {"window": (20, -1)},
+    {"window": (30, 40)},
+    {"causal": True, "softcap": 20.0},
+)
+LENGTHS = ((1, 1), (65, 130), (257, 130), (513, 520), (1100, 1100))
+PACKED = ((65, 65), (1, 130), (0, 9), (1000, 300), (7, 0), (640, 1280))
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def cu_seqlens(lengths: list[int]) -> torch.Tensor:
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    return ends.to(device="cuda", dtype=torch.int32)
+
+
+def main(impl: str) -> None:
+    calls = 0
+    for head_dim in (40, 64, 96, 128, 256):
+        for mask in MASKS:
+            for seqlen_q, seqlen_k in LENGTHS:
+                k, v = (randn(1, seqlen_k, 1, head_dim) for _ in range(2))
+                attention(randn(1, seqlen_q, 2, head_dim), k, v, impl=impl, **mask)
+                calls += 1
+            q_lengths, k_lengths = (list(lengths) for lengths in zip(*PACKED, strict=True))
+            # Rows past the last sequence belong to none.
+            q = randn(sum(q_lengths) + 5, 2, head_dim)
+            k, v = (randn(sum(k_lengths) + 3, 1, head_dim) for _ in range(2))
+            bounds = cu_seqlens(q_lengths), cu_seqlens(k_lengths)
+            attention_varlen(q, k, v, *bounds, max(q_lengths), max(k_lengths), impl=impl, **mask)
+            calls += 1
+    # The tiles for long sequences under a causal mask; views with strides of their own.
+    for head_dim in (64, 128):
+        q, k, v = (randn(1, 1, 4200, head_dim).transpose(1, 2) for _ in range(3))
+        attention(q, k, v, causal=True, impl=impl)
+        calls += 1
+    torch.cuda.synchronize()
+    print(f"{calls} calls done")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

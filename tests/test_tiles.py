@@ -1,0 +1,42 @@
+"""Which tile serves which call: pure functions of the tile tables, compiled on the host."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CXX = shutil.which("g++")
+
+HOPPER = """
+#include "kernels/sm90_forward/config.cuh"
+using namespace attnscope::sm90;
+constexpr const ForwardTile& tile(int head_dim, int rows, bool causal) {
+  return kForwardTiles[choose_forward_tile(head_dim, rows, causal)];
+}
+constexpr bool every_tile_fits() {
+  for (const ForwardTile& t : kForwardTiles) {
+    const int registers =
+        128 * (t.producer_registers() + t.consumers() * t.consumer_registers());
+    if (t.shared_bytes() > 232448 || registers > 65536 || t.consumers() > kMaxConsumers)
+      return false;
+    if (t.consumer_registers() % 8 != 0 || t.consumer_registers() > 240) return false;
+  }
+  return true;
+}
+static_assert(every_tile_fits(), "a tile does not fit a multiprocessor");
+static_assert(tile(8, 1, false).head_dim == 64 && tile(64, 1 << 30, true).head_dim == 64);
+static_assert(tile(72, 1, false).head_dim == 128 && tile(128, 1 << 30, true).head_dim == 128);
+static_assert(tile(136, 1, false).head_dim == 256 && tile(256, 1 << 30, true).head_dim == 256);
+static_assert(choose_forward_tile(264, 1, false) == -1, "no tile is that wide");
+static_assert(tile(64, 512, true).block_m == 256 && tile(64, 1 << 14, true).block_m == 192);
+static_assert(tile(128, 2048, true).block_m == 192 && tile(128, 2048, false).block_m == 128);
+"""
+
+
+@pytest.mark.skipif(CXX is None, reason="no g++")
+def test_the_hopper_tile_table():
+    command = [CXX, "-std=c++17", "-fsyntax-only", "-x", "c++", f"-I{ROOT / 'csrc'}", "-"]
+    result = subprocess.run(command, input=HOPPER, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
