@@ -182,11 +182,6 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
     __syncwarp();
     if (elected) ptx::mbarrier_arrive(shared_address(&barrier));
   };
-  // Unread, and so perhaps before it is full; but not before all have released what it held last.
-  const auto give_back = [&](uint64_t& barrier, int parity) {
-    ptx::mbarrier_wait(shared_address(&barrier), parity ^ 1);
-    release(barrier);
-  };
   if (Config::kTakeTurns && consumer == Config::kConsumers - 1)
     ptx::barrier_arrive(kFirstTurn, 256);
 
@@ -218,7 +213,8 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
         ptx::barrier_sync(kRowsCleared, 128 * Config::kConsumers);
       }
     };
-    // Blocks of the tile that other consumers' rows see and this one's do not.
+    // Blocks of the tile that other consumers' rows see and this one's do not: released unread, and
+    // so perhaps before they are full, but not before all have released what was there before.
     const auto skip = [&](int block, int last) {
       for (; block >= last; --block) {
         const Slot<kStages> slot(blocks++);
@@ -226,11 +222,19 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
           take_turn();
           pass_turn();
         }
-        give_back(s.k_empty[slot.stage], slot.parity);
+        ptx::mbarrier_wait(shared_address(&s.k_empty[slot.stage]), slot.parity ^ 1);
+        release(s.k_empty[slot.stage]);
         if (needs_clearing(block)) await_v(slot, block);
-        give_back(s.v_empty[slot.stage], slot.parity);
+        ptx::mbarrier_wait(shared_address(&s.v_empty[slot.stage]), slot.parity ^ 1);
+        release(s.v_empty[slot.stage]);
       }
     };
+    const Slot<Config::kQStages> q_slot(queries);
+    const bool any_keys = ptx::uniform(w.range.begin) < ptx::uniform(w.range.end);
+    if (any_keys) {
+      ++queries;
+      ptx::mbarrier_wait(shared_address(&s.q_full[q_slot.stage]), q_slot.parity);
+    }
     skip(ptx::uniform(w.range.end) - 1, end);
     if (begin < end) {
       if (end < w.range.end) {  // the first block takes no turn, but where the others' does
@@ -260,12 +264,10 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
       // The first block: nothing to overlap with yet.
       int block = end - 1;
       const Slot<kStages> first(blocks);
-      const Slot<Config::kQStages> q_slot(queries++);
       const ptx::WgmmaDescriptor q(
           ptx::uniform(shared_address(s.q) + q_slot.stage * Config::kQBytes +
                        consumer * 64 * Config::kRowBytes),
           16);
-      ptx::mbarrier_wait(shared_address(&s.q_full[q_slot.stage]), q_slot.parity);
       ptx::mbarrier_wait(shared_address(&s.k_full[first.stage]), first.parity);
       issue_scores<Config>(f, q, k(first));
       ptx::wgmma_wait<0>();
@@ -344,9 +346,8 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
         }
         step(p[kOther], p[0]);
       }
-    } else if (w.range.begin < w.range.end) {
-      const Slot<Config::kQStages> q_slot(queries++);
-      give_back(s.q_empty[q_slot.stage], q_slot.parity);
+    } else if (any_keys) {
+      release(s.q_empty[q_slot.stage]);
     }
     skip(begin - 1, ptx::uniform(w.range.begin));
     store_output<Config>(f, a.params, w, consumer, s.o[threadIdx.x / 32 - 4]);
