@@ -157,14 +157,12 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
   constexpr int kFirstTurn = 1;  // named barriers kFirstTurn + consumer; 0 is __syncthreads
   constexpr int kRowsCleared = kFirstTurn + Config::kConsumers;
   const int consumer = ptx::uniform(threadIdx.x / 128 - 1);
-  const int warp_row = consumer * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
   const bool elected = threadIdx.x % 32 == 0;  // one arrival a warp
   const auto k = [&](const Slot<kStages>& slot) {
-    return ptx::WgmmaDescriptor(ptx::uniform(shared_address(s.k) + slot.stage * Config::kTileBytes),
-                                16);
+    return ptx::WgmmaDescriptor(shared_address(s.k) + slot.stage * Config::kTileBytes, 16);
   };
   const auto v = [&](const Slot<kStages>& slot) {
-    return ptx::WgmmaDescriptor(ptx::uniform(shared_address(s.v) + slot.stage * Config::kTileBytes),
+    return ptx::WgmmaDescriptor(shared_address(s.v) + slot.stage * Config::kTileBytes,
                                 kBlockN * Config::kRowBytes);
   };
   const float scale_log2 = a.scores.scale_log2;
@@ -186,14 +184,17 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
     ptx::barrier_arrive(kFirstTurn, 256);
 
   Fragments<Config> f;
-  int tiles = 0, queries = 0, blocks = 0;  // uses of the rings so far
+  int tiles = 0, blocks = 0;  // uses of the rings so far
   while (true) {
+    const Slot<Config::kQStages> q_slot(tiles);
     const Slot<ForwardShared<Config>::kTiles> slot(tiles++);
     ptx::mbarrier_wait(shared_address(&s.tile_full[slot.stage]), slot.parity);
     const Work& w = s.tile[slot.stage];
     if (ptx::uniform(w.stop)) break;
     const BlockRange& range = w.consumer[consumer];
     const int begin = ptx::uniform(range.begin), end = ptx::uniform(range.end);
+    const int full_begin = ptx::uniform(range.full_begin);
+    const int full_end = ptx::uniform(range.full_end);
 #pragma unroll
     for (int i = 0; i < Config::kHeadDim / 2; ++i) f.o[i] = 0.0f;
     f.row_max[0] = f.row_max[1] = -FLT_MAX;
@@ -229,12 +230,7 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
         release(s.v_empty[slot.stage]);
       }
     };
-    const Slot<Config::kQStages> q_slot(queries);
-    const bool any_keys = ptx::uniform(w.range.begin) < ptx::uniform(w.range.end);
-    if (any_keys) {
-      ++queries;
-      ptx::mbarrier_wait(shared_address(&s.q_full[q_slot.stage]), q_slot.parity);
-    }
+    ptx::mbarrier_wait(shared_address(&s.q_full[q_slot.stage]), q_slot.parity);
     skip(ptx::uniform(w.range.end) - 1, end);
     if (begin < end) {
       if (end < w.range.end) {  // the first block takes no turn, but where the others' does
@@ -249,13 +245,13 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
           transform_scores(f.s, a.scores);
         }
         if (__builtin_expect(boundary, false)) {
-          mask_scores_by_bits(f.s, {w.shift, a.params.window_left, a.params.window_right},
-                              w.first_row + warp_row, block * kBlockN, w.seqlen_k);
+          const int row =
+              w.first_row + consumer * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+          mask_scores_by_bits(f.s, {w.shift, a.params.window_left, a.params.window_right}, row,
+                              block * kBlockN, w.seqlen_k);
         }
       };
-      const auto is_boundary = [&](int block) {
-        return block < range.full_begin || block >= range.full_end;
-      };
+      const auto is_boundary = [&](int block) { return block < full_begin || block >= full_end; };
       const auto await_next_scores = [&](int block) {
         const Slot<kStages> slot(blocks + 1);
         if (block > begin) ptx::mbarrier_wait(shared_address(&s.k_full[slot.stage]), slot.parity);
@@ -346,7 +342,7 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
         }
         step(p[kOther], p[0]);
       }
-    } else if (any_keys) {
+    } else {
       release(s.q_empty[q_slot.stage]);
     }
     skip(begin - 1, ptx::uniform(w.range.begin));

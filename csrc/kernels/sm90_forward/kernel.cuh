@@ -1,9 +1,9 @@
 // Attention forward for Hopper (sm_90a).
 //
 // Problem   out = softmax(mask(cap(q k^T scale))) v and its log-sum-exp, see attn/params.h.
-// Roles     warpgroup 0 feeds: one thread takes tiles from a global counter and works out what they
-//           are, another keeps the copy engine (TMA) ahead with Q, K and V. Warpgroups 1.. consume:
-//           each owns 64 query rows; S and O stay in its registers.
+// Roles     warpgroup 0 feeds: a warp takes tiles from a global counter and works out what they
+//           are, a thread keeps the copy engine (TMA) ahead with Q, K and V. Warpgroups 1..
+//           consume: each owns 64 query rows; S and O stay in its registers.
 // Pipeline  a consumer issues S(j+1) = Q K(j+1)^T, then O += P(j) V(j), and while the tensor cores
 //           work on O it does the softmax of S(j+1). Where the tile says so, consumers take turns
 //           at issuing, so that one's softmax runs under the other's products.
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (threadIdx.x < 128) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     if (threadIdx.x == 0) produce<Config>(a, s);
-    if (threadIdx.x == 32) schedule<Config>(a, s);
+    if (threadIdx.x / 32 == 1) schedule<Config>(a, s);
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     consume<Config>(a, s);

@@ -1,4 +1,4 @@
-// The feeding roles: one thread takes tiles and works out what they are, one keeps the copy engine
+// The feeding roles: a warp takes tiles and works out what they are, a thread keeps the copy engine
 // busy.
 #pragma once
 
@@ -10,67 +10,91 @@
 
 namespace attnscope::sm90 {
 
+template <class Config>
+__device__ __forceinline__ void describe_tile(const ForwardArguments& a, int index, Work& w) {
+  const ForwardParams& p = a.params;
+  const Tile tile = tile_at(a.order, index);
+  const int batch = tile.head / p.heads_q, head = tile.head - batch * p.heads_q;
+  const int first_row = tile.m_block * Config::kBlockM;
+  const Segment seg_q = segment(p.cu_seqlens_q, p.total_q, p.seqlen_q, batch);
+  w.head = head;
+  w.head_kv = head / (p.heads_q / p.heads_kv);
+  w.batch = seg_q.batch;
+  w.q_row = static_cast<int>(seg_q.row) + first_row;
+  w.first_row = first_row;
+  w.seqlen_q = seg_q.length;
+  const Segment seg_k = segment(p.cu_seqlens_k, p.total_k, p.seqlen_k, batch);
+  w.k_row = static_cast<int>(seg_k.row);
+  w.seqlen_k = seg_k.length;
+  const Window window{seg_k.length - seg_q.length, p.window_left, p.window_right};
+  w.shift = window.shift;
+  w.first_key = window.first_key(first_row);
+  w.range = block_range(window, first_row, min(first_row + Config::kBlockM, seg_q.length),
+                        seg_k.length, Config::kBlockN);
+#pragma unroll 1
+  for (int i = 0; i < Config::kConsumers; ++i) {
+    const int begin_row = first_row + 64 * i, end_row = min(begin_row + 64, seg_q.length);
+    BlockRange own = block_range(window, begin_row, end_row, seg_k.length, Config::kBlockN);
+    if (begin_row >= end_row || own.begin >= own.end) own.begin = own.end = w.range.begin;
+    w.consumer[i] = own;
+  }
+}
+
+// A tile whose rows see no key: out = 0, lse = -inf. By a warp.
+template <class Config>
+__device__ __forceinline__ void store_empty(const ForwardParams& p, const Work& w) {
+  const int lane = threadIdx.x % 32;
+  const int rows = min(Config::kBlockM, w.seqlen_q - w.first_row);
+  auto* out = static_cast<typename Config::Element*>(p.out) +
+              int64_t{w.batch} * p.out_stride.batch + int64_t{w.q_row} * p.out_stride.row +
+              w.head * p.out_stride.head;
+  float* lse = p.lse + int64_t{w.batch} * p.lse_batch_stride + w.head * p.lse_head_stride + w.q_row;
+#pragma unroll 1
+  for (int row = 0; row < rows; ++row) {
+    if (lane * 8 < p.head_dim_v)
+      *reinterpret_cast<uint4*>(out + row * p.out_stride.row + lane * 8) = uint4{};
+    if (lane == 0) lse[row] = -INFINITY;
+  }
+}
+
 // Takes tiles and works out what they are. A tile is taken only when the producer is near the end
 // of the one before: the tiles left go to whoever is free, and the long ones, which come first,
-// even out.
+// even out. A tile without keys is dealt with here. By a warp.
 template <class Config>
 __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShared<Config>& s) {
   using ptx::shared_address;
-  const ForwardParams& p = a.params;
+  const bool elected = threadIdx.x % 32 == 0;
+  const auto next_index = [&] {
+    int taken = 0;
+    if (elected) taken = ptx::atomic_add(&a.counter->taken, 1);
+    return static_cast<int>(gridDim.x) + __shfl_sync(0xffffffffu, taken, 0);
+  };
   int index = blockIdx.x;
-  int tiles = 0;
-  bool skipped = false;
-  while (true) {
+  for (int tiles = 0;; ++tiles) {
     const Slot<ForwardShared<Config>::kTiles> slot(tiles);
-    Work& w = s.tile[slot.stage];
-    if (tiles > 0 && !skipped) {
+    if (tiles > 0) {
       ptx::mbarrier_wait(shared_address(&s.tile_wanted), tiles - 1 & 1);
-      index = gridDim.x + ptx::atomic_add(&a.counter->taken, 1);
+      index = next_index();
     }
-    skipped = false;
+    ptx::mbarrier_wait(shared_address(&s.tile_empty[slot.stage]), slot.parity ^ 1);
+    Work& w = s.tile[slot.stage];
+    for (; index < a.tiles; index = next_index()) {
+      if (elected) describe_tile<Config>(a, index, w);
+      __syncwarp();
+      const bool rows = w.first_row < w.seqlen_q, keys = w.range.begin < w.range.end;
+      if (rows && keys) break;
+      if (rows) store_empty<Config>(a.params, w);
+      __syncwarp();
+    }
     const bool stop = index >= a.tiles;
-    if (!stop) {
-      const Tile tile = tile_at(a.order, index);
-      const int batch = tile.head / p.heads_q, head = tile.head - batch * p.heads_q;
-      const int first_row = tile.m_block * Config::kBlockM;
-      const Segment seg_q = segment(p.cu_seqlens_q, p.total_q, p.seqlen_q, batch);
-      if (first_row >= seg_q.length) {  // nothing to do; the next, at once
-        index = gridDim.x + ptx::atomic_add(&a.counter->taken, 1);
-        skipped = true;
-        continue;
-      }
-      ptx::mbarrier_wait(shared_address(&s.tile_empty[slot.stage]), slot.parity ^ 1);
-      w.head = head;
-      w.head_kv = head / (p.heads_q / p.heads_kv);
-      w.batch = seg_q.batch;
-      w.q_row = static_cast<int>(seg_q.row) + first_row;
-      w.first_row = first_row;
-      w.seqlen_q = seg_q.length;
-      const Segment seg_k = segment(p.cu_seqlens_k, p.total_k, p.seqlen_k, batch);
-      w.k_row = static_cast<int>(seg_k.row);
-      w.seqlen_k = seg_k.length;
-      const Window window{seg_k.length - seg_q.length, p.window_left, p.window_right};
-      w.shift = window.shift;
-      w.first_key = window.first_key(first_row);
-      w.range = block_range(window, first_row, min(first_row + Config::kBlockM, seg_q.length),
-                            seg_k.length, Config::kBlockN);
-#pragma unroll 1
-      for (int i = 0; i < Config::kConsumers; ++i) {
-        const int begin_row = first_row + 64 * i, end_row = min(begin_row + 64, seg_q.length);
-        w.consumer[i] = block_range(window, begin_row, end_row, seg_k.length, Config::kBlockN);
-        if (begin_row >= end_row || w.consumer[i].begin >= w.consumer[i].end)
-          w.consumer[i].begin = w.consumer[i].end = w.range.begin;
-      }
-    } else {
-      ptx::mbarrier_wait(shared_address(&s.tile_empty[slot.stage]), slot.parity ^ 1);
+    if (elected) {
+      w.stop = stop;
+      ptx::mbarrier_arrive(shared_address(&s.tile_full[slot.stage]));
     }
-    w.stop = stop;
-    ptx::mbarrier_arrive(shared_address(&s.tile_full[slot.stage]));
-    ++tiles;
     if (stop) break;
   }
   // The last block to get here leaves the counter as it was found.
-  if (ptx::atomic_add(&a.counter->finished, 1) == gridDim.x - 1) {
+  if (elected && ptx::atomic_add(&a.counter->finished, 1) == gridDim.x - 1) {
     a.counter->taken = 0;
     a.counter->finished = 0;
   }
@@ -92,8 +116,9 @@ __device__ __forceinline__ void produce(const ForwardArguments& a, ForwardShared
   using ptx::shared_address;
   constexpr int kBlockN = Config::kBlockN;
   constexpr int kStages = Config::kStages;
-  int tiles = 0, queries = 0, blocks = 0;  // uses of the rings so far
+  int tiles = 0, blocks = 0;  // uses of the rings so far
   while (true) {
+    const Slot<Config::kQStages> q_slot(tiles);
     const Slot<ForwardShared<Config>::kTiles> slot(tiles++);
     ptx::mbarrier_wait(shared_address(&s.tile_full[slot.stage]), slot.parity);
     const Work w = s.tile[slot.stage];
@@ -102,11 +127,6 @@ __device__ __forceinline__ void produce(const ForwardArguments& a, ForwardShared
     const int blocks_here = w.range.end - w.range.begin;
     // When to ask for the next tile: two blocks before the end covers the time it takes to come.
     const int ask_at = blocks_here > 2 ? w.range.begin + 1 : w.range.end - 1;
-    if (blocks_here <= 0) {
-      ptx::mbarrier_arrive(shared_address(&s.tile_wanted));
-      continue;
-    }
-
     const auto load = [&](const TensorMap& tensor, auto& buffers, uint64_t* full, uint64_t* empty,
                           int count, int block) {
       const Slot<kStages> slot(count);
@@ -124,7 +144,6 @@ __device__ __forceinline__ void produce(const ForwardArguments& a, ForwardShared
       if (block == ask_at) ptx::mbarrier_arrive(shared_address(&s.tile_wanted));
       if (block >= w.range.begin) load(a.k, s.k, s.k_full, s.k_empty, blocks, block);
       if (block == w.range.end - 1) {
-        const Slot<Config::kQStages> q_slot(queries++);
         ptx::mbarrier_wait(shared_address(&s.q_empty[q_slot.stage]), q_slot.parity ^ 1);
         const uint32_t q_full = shared_address(&s.q_full[q_slot.stage]);
         ptx::mbarrier_arrive_expect_tx(q_full, Config::kQBytes);
