@@ -169,6 +169,7 @@ __device__ __forceinline__ void store_output(Accumulators<Config>& acc, const Fo
       p.lse + int64_t{seg_q.batch} * p.lse_batch_stride + head * p.lse_head_stride + seg_q.row;
   const int lane = threadIdx.x % 32;
   const int warp_row = threadIdx.x / 32 * Config::kRowTiles * 16;
+  __syncwarp();  // all lanes have read Q; without keys, no barrier has come since
 #pragma unroll
   for (int r = 0; r < Config::kRows; ++r) {
     float sum = acc.row_sum[r];

@@ -185,12 +185,15 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
 
   Fragments<Config> f;
   int tiles = 0, blocks = 0;  // uses of the rings so far
+  const Timeline timeline(Lane::kConsumer + consumer, threadIdx.x % 128 == 0);
   while (true) {
+    timeline.tile(tiles, ConsumerTile::kAwaitTile);
     const Slot<Config::kQStages> q_slot(tiles);
     const Slot<ForwardShared<Config>::kTiles> slot(tiles++);
     ptx::mbarrier_wait(shared_address(&s.tile_full[slot.stage]), slot.parity);
     const Work& w = s.tile[slot.stage];
     if (ptx::uniform(w.stop)) break;
+    timeline.tile(tiles - 1, ConsumerTile::kPrepare);
     const BlockRange& range = w.consumer[consumer];
     const int begin = ptx::uniform(range.begin), end = ptx::uniform(range.end);
     const int full_begin = ptx::uniform(range.full_begin);
@@ -230,7 +233,9 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
         release(s.v_empty[slot.stage]);
       }
     };
+    timeline.tile(tiles - 1, ConsumerTile::kAwaitQ);
     ptx::mbarrier_wait(shared_address(&s.q_full[q_slot.stage]), q_slot.parity);
+    timeline.tile(tiles - 1, ConsumerTile::kSkipFirst);
     skip(ptx::uniform(w.range.end) - 1, end);
     if (begin < end) {
       if (end < w.range.end) {  // the first block takes no turn, but where the others' does
@@ -264,16 +269,22 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
           ptx::uniform(shared_address(s.q) + q_slot.stage * Config::kQBytes +
                        consumer * 64 * Config::kRowBytes),
           16);
+      timeline.tile(tiles - 1, ConsumerTile::kAwaitK);
       ptx::mbarrier_wait(shared_address(&s.k_full[first.stage]), first.parity);
+      timeline.tile(tiles - 1, ConsumerTile::kIssueScores);
       issue_scores<Config>(f, q, k(first));
+      timeline.tile(tiles - 1, ConsumerTile::kAwaitScores);
       ptx::wgmma_wait<0>();
       ptx::pin_registers(f.s);
+      timeline.tile(tiles - 1, ConsumerTile::kSoftmax);
       release(s.k_empty[first.stage]);
       if (block == begin) release(s.q_empty[q_slot.stage]);
       finish_scores(block, is_boundary(block));
       raise_maximum<Config>(f, p[0], scale_log2, factor);
       if constexpr (!Config::kKeepScores) pack_probabilities<Config>(f, p[0]);
+      timeline.tile(tiles - 1, ConsumerTile::kAwaitV);
       if (block > begin) await_v(first, block);
+      timeline.tile(tiles - 1, ConsumerTile::kAwaitNextK);
       await_next_scores(block);
 
       // S of this block, then P V of the block before; the softmax of this block runs under both.
@@ -281,13 +292,19 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
         const Slot<kStages> v_slot(blocks++), k_slot(blocks);
         const ptx::WgmmaDescriptor k_tile = k(k_slot), v_tile = v(v_slot);
         const bool boundary = is_boundary(block);
+        timeline.step(blocks, ConsumerStep::kAwaitTurn);
         take_turn();
+        timeline.step(blocks, ConsumerStep::kIssueScores);
         issue_scores<Config>(f, q, k_tile);
+        timeline.step(blocks, ConsumerStep::kAwaitV);
         ptx::mbarrier_wait(shared_address(&s.v_full[v_slot.stage]), v_slot.parity);
+        timeline.step(blocks, ConsumerStep::kIssueOutput);
         issue_output<Config>(f, p_before, v_tile);
         pass_turn();
+        timeline.step(blocks, ConsumerStep::kAwaitScores);
         ptx::wgmma_wait<1>();
         ptx::pin_registers(f.s);
+        timeline.step(blocks, ConsumerStep::kSoftmax);
         const auto release_scores = [&] {
           release(s.k_empty[k_slot.stage]);
           if (block == begin) release(s.q_empty[q_slot.stage]);
@@ -306,24 +323,33 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
             finish_scores(block, false);
           }
         }
-        if (__builtin_expect(rescale, false)) raise_maximum<Config>(f, p_here, scale_log2, factor);
+        if (__builtin_expect(rescale, false)) {
+          timeline.step(blocks, ConsumerStep::kRaiseMaximum);
+          raise_maximum<Config>(f, p_here, scale_log2, factor);
+        }
         if constexpr (!Config::kKeepScores) {
           release_scores();
           ptx::pin_registers(f.s);
         }
+        timeline.step(blocks, ConsumerStep::kAwaitK);
         // A loop, so a boundary for the scheduler: it would else move the wait for P V up, before
         // the exponentials that are to run under it.
         await_next_scores(block);
+        timeline.step(blocks, ConsumerStep::kAwaitOutput);
         ptx::wgmma_wait<0>();
         ptx::pin_registers(f.o);
+        timeline.step(blocks, ConsumerStep::kRescale);
         release(s.v_empty[v_slot.stage]);
         if (__builtin_expect(rescale, false)) rescale_output<Config>(f, factor);
         if constexpr (!Config::kKeepScores) pack_probabilities<Config>(f, p_here);
       };
       const auto last = [&](Probabilities<Config>& p_before) {
         const Slot<kStages> v_slot(blocks++);
+        timeline.tile(tiles - 1, ConsumerTile::kAwaitLastV);
         await_v(v_slot, begin);
+        timeline.tile(tiles - 1, ConsumerTile::kIssueOutput);
         issue_output<Config>(f, p_before, v(v_slot));
+        timeline.tile(tiles - 1, ConsumerTile::kAwaitOutput);
         ptx::wgmma_wait<0>();
         ptx::pin_registers(f.o);
         release(s.v_empty[v_slot.stage]);
@@ -345,10 +371,13 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
     } else {
       release(s.q_empty[q_slot.stage]);
     }
+    timeline.tile(tiles - 1, ConsumerTile::kSkipLast);
     skip(begin - 1, ptx::uniform(w.range.begin));
+    timeline.tile(tiles - 1, ConsumerTile::kEpilogue);
     store_output<Config>(f, a.params, w, consumer, s.o[threadIdx.x / 32 - 4]);
     release(s.tile_empty[slot.stage]);
   }
+  timeline.finish(tiles - 1, blocks);
   if (a.packed) {
     for (int head = blockIdx.x; head < a.params.heads_q; head += gridDim.x) {
       clear_uncovered<typename Config::Element>(a.params, head, threadIdx.x - 128,

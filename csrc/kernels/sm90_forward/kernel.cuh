@@ -48,6 +48,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
     ptx::fence_mbarrier_init();
   }
+  Timeline::begin(threadIdx.x == 0);
   __syncthreads();
 
   if (threadIdx.x < 128) {

@@ -146,3 +146,7 @@ const char* launch_forward(const ForwardParams& p, void* stream) {
 }
 
 }  // namespace attnscope::sm90
+
+#ifdef ATTNSCOPE_TIMELINE
+#include "kernels/sm90_forward/record.cuh"
+#endif

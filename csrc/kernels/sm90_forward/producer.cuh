@@ -57,6 +57,16 @@ __device__ __forceinline__ void store_empty(const ForwardParams& p, const Work& 
   }
 }
 
+__device__ __forceinline__ void note_tile(const Timeline& timeline, int tile, const Work& w) {
+  timeline.note(tile, SchedulerTile::kHead, w.head);
+  timeline.note(tile, SchedulerTile::kBatch, w.batch);
+  timeline.note(tile, SchedulerTile::kFirstRow, w.first_row);
+  timeline.note(tile, SchedulerTile::kBegin, w.range.begin);
+  timeline.note(tile, SchedulerTile::kEnd, w.range.end);
+  timeline.note(tile, SchedulerTile::kFullBegin, w.range.full_begin);
+  timeline.note(tile, SchedulerTile::kFullEnd, w.range.full_end);
+}
+
 // Takes tiles and works out what they are. A tile is taken only when the producer is near the end
 // of the one before: the tiles left go to whoever is free, and the long ones, which come first,
 // even out. A tile without keys is dealt with here. By a warp.
@@ -70,13 +80,18 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
     return static_cast<int>(gridDim.x) + __shfl_sync(0xffffffffu, taken, 0);
   };
   int index = blockIdx.x;
+  const Timeline timeline(Lane::kScheduler, elected);
   for (int tiles = 0;; ++tiles) {
     const Slot<ForwardShared<Config>::kTiles> slot(tiles);
+    timeline.tile(tiles, SchedulerTile::kAwaitRequest);
     if (tiles > 0) {
       ptx::mbarrier_wait(shared_address(&s.tile_wanted), tiles - 1 & 1);
+      timeline.tile(tiles, SchedulerTile::kTake);
       index = next_index();
     }
+    timeline.tile(tiles, SchedulerTile::kAwaitSlot);
     ptx::mbarrier_wait(shared_address(&s.tile_empty[slot.stage]), slot.parity ^ 1);
+    timeline.tile(tiles, SchedulerTile::kHand);
     Work& w = s.tile[slot.stage];
     for (; index < a.tiles; index = next_index()) {
       if (elected) describe_tile<Config>(a, index, w);
@@ -87,6 +102,11 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
       __syncwarp();
     }
     const bool stop = index >= a.tiles;
+    if (stop) {
+      timeline.finish(tiles, 0);
+    } else {
+      note_tile(timeline, tiles, w);
+    }
     if (elected) {
       w.stop = stop;
       ptx::mbarrier_arrive(shared_address(&s.tile_full[slot.stage]));
@@ -117,7 +137,9 @@ __device__ __forceinline__ void produce(const ForwardArguments& a, ForwardShared
   constexpr int kBlockN = Config::kBlockN;
   constexpr int kStages = Config::kStages;
   int tiles = 0, blocks = 0;  // uses of the rings so far
+  const Timeline timeline(Lane::kProducer, true);
   while (true) {
+    timeline.tile(tiles, ProducerTile::kAwaitTile);
     const Slot<Config::kQStages> q_slot(tiles);
     const Slot<ForwardShared<Config>::kTiles> slot(tiles++);
     ptx::mbarrier_wait(shared_address(&s.tile_full[slot.stage]), slot.parity);
@@ -130,7 +152,10 @@ __device__ __forceinline__ void produce(const ForwardArguments& a, ForwardShared
     const auto load = [&](const TensorMap& tensor, auto& buffers, uint64_t* full, uint64_t* empty,
                           int count, int block) {
       const Slot<kStages> slot(count);
+      const bool is_k = full == s.k_full;
+      timeline.step(count, is_k ? ProducerStep::kAwaitKSlot : ProducerStep::kAwaitVSlot);
       ptx::mbarrier_wait(shared_address(&empty[slot.stage]), slot.parity ^ 1);
+      timeline.step(count, is_k ? ProducerStep::kIssueK : ProducerStep::kIssueV);
       const uint32_t barrier = shared_address(&full[slot.stage]);
       ptx::mbarrier_arrive_expect_tx(barrier, Config::kTileBytes);
       load_box<Config>(shared_address(buffers[slot.stage]), tensor, barrier,
@@ -144,7 +169,9 @@ __device__ __forceinline__ void produce(const ForwardArguments& a, ForwardShared
       if (block == ask_at) ptx::mbarrier_arrive(shared_address(&s.tile_wanted));
       if (block >= w.range.begin) load(a.k, s.k, s.k_full, s.k_empty, blocks, block);
       if (block == w.range.end - 1) {
+        timeline.tile(tiles - 1, ProducerTile::kAwaitQSlot);
         ptx::mbarrier_wait(shared_address(&s.q_empty[q_slot.stage]), q_slot.parity ^ 1);
+        timeline.tile(tiles - 1, ProducerTile::kIssueQ);
         const uint32_t q_full = shared_address(&s.q_full[q_slot.stage]);
         ptx::mbarrier_arrive_expect_tx(q_full, Config::kQBytes);
         load_box<Config>(shared_address(s.q[q_slot.stage]), a.q, q_full,
@@ -156,6 +183,7 @@ __device__ __forceinline__ void produce(const ForwardArguments& a, ForwardShared
     }
     --blocks;
   }
+  timeline.finish(tiles - 1, blocks);
 }
 
 }  // namespace attnscope::sm90

@@ -10,6 +10,7 @@
 #include "attn/tile_counter.h"
 #include "attn/tile_order.cuh"
 #include "kernels/sm90_forward/config.cuh"
+#include "kernels/sm90_forward/marks.cuh"
 
 namespace attnscope::sm90 {
 
