@@ -1,0 +1,224 @@
+"""The command `attnscope timeline`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Table
+
+from attnscope.bench.command import bad_input, pick_device
+from attnscope.bench.show import console, say
+from attnscope.bench.workloads import DTYPE_SHORT, Workload
+
+if TYPE_CHECKING:
+    from attnscope.timeline.recording import Recording
+
+TOKENS, HIDDEN = 16384, 2048  # what batch and heads follow from where they are left out
+OVERLAP = {
+    "tensor": "a product in flight, of some consumer",
+    "tensor_all": "a product in flight, of every consumer",
+    "softmax": "softmax, of some consumer",
+    "softmax_two": "softmax, of two or more at once",
+    "softmax_own": "softmax under a product of its own consumer",
+    "softmax_other": "softmax under a product of another consumer",
+    "softmax_alone": "softmax and no product in flight",
+    "neither": "neither",
+}
+COSTS = {
+    "step": "a step, S to S",
+    "step_raised": "a step with a new maximum",
+    "begin": "a tile until its first step",
+    "end": "a tile's last P V",
+    "epilogue": "epilogue",
+    "between": "wait for the next tile",
+}
+
+
+def timeline_command(
+    output: Annotated[Path, typer.Option(help="Folder for everything that is written.")] = Path(
+        "timeline"
+    ),
+    head_dim: Annotated[int, typer.Option(help="Head dim of q, k and v.")] = 128,
+    seq_len: Annotated[int, typer.Option(help="Queries and keys of a sequence.")] = 4096,
+    batch: Annotated[
+        int | None, typer.Option(help=f"Left out: {TOKENS} tokens, one sequence at least.")
+    ] = None,
+    heads: Annotated[
+        int | None, typer.Option(help=f"Query heads. Left out: {HIDDEN} / head dim.")
+    ] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(help="Key and value heads. Left out: as many as query heads.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
+    causal: Annotated[bool, typer.Option("--causal/--no-causal", help="Causal mask.")] = False,
+    blocks: Annotated[
+        str,
+        typer.Option(
+            "--blocks",
+            "--block",
+            help="Thread blocks in the trace, such as 0,4-7; the first is drawn.",
+        ),
+    ] = "0-3",
+    recording: Annotated[
+        Path | None,
+        typer.Option(help="A recording.npz of before, instead of a run; needs no GPU."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cuda or cuda:1.")] = None,
+) -> None:
+    """Show what each role of the Hopper forward kernel does, and when, from inside the kernel.
+
+    Compiles an instrumented copy of the kernel on first use (it needs nvcc and the source tree),
+    runs it once and writes: trace.json.gz for ui.perfetto.dev, a picture of one block,
+    recording.npz with the marks of the blocks named, summary.json. The measures printed are of all
+    blocks that ran. Exit code 2: bad input.
+    """
+    with bad_input("timeline"):
+        from attnscope.timeline.recording import Recording
+
+        wanted = block_numbers(blocks)
+        if recording is None:
+            work = _workload(head_dim, seq_len, batch, heads, kv_heads, dtype, causal)
+            where = pick_device(device)
+            from attnscope.timeline.session import record
+
+            made = record(work, where, seed)
+        else:
+            made = Recording.load(recording)
+        _write(made, wanted, output)
+
+
+def _workload(
+    head_dim: int, seq_len: int, batch: int | None, heads: int | None, kv_heads: int | None,
+    dtype: str, causal: bool,
+) -> Workload:  # fmt: skip
+    long = {short: name for name, short in DTYPE_SHORT.items()}
+    heads = max(HIDDEN // max(head_dim, 1), 1) if heads is None else heads
+    return Workload.of(
+        seqlen=seq_len,
+        batch=max(TOKENS // max(seq_len, 1), 1) if batch is None else batch,
+        heads_q=heads,
+        heads_kv=heads if kv_heads is None else kv_heads,
+        head_dim=head_dim,
+        dtype=long.get(dtype, dtype),
+        causal=causal,
+    )
+
+
+def block_numbers(text: str) -> list[int]:
+    """Numbers and ranges with commas, such as 0,4-7, in their order. Raises ValueError."""
+    found: dict[int, None] = {}
+    for word in text.split(","):
+        first, dash, last = word.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError(f"--blocks: {text!r} is not a list of numbers such as 0,4-7")
+        found |= dict.fromkeys(range(int(first), int(last or first) + 1))
+    if not found:
+        raise ValueError(f"--blocks: {text!r} names no block")
+    return list(found)
+
+
+def _write(recording: Recording, wanted: list[int], output: Path) -> None:
+    from attnscope.bench.figures import save
+    from attnscope.timeline.analysis import analyse
+    from attnscope.timeline.drawing import draw_block
+    from attnscope.timeline.trace import write_trace
+
+    kept = [block for block in wanted if block in recording.blocks]
+    if not kept:
+        recording.place(wanted[0])  # says what there is
+    if absent := [block for block in wanted if block not in kept]:
+        say(f"blocks not recorded: {', '.join(map(str, absent))}")
+    summary = analyse(recording)
+    few = recording.select(kept)
+    output.mkdir(parents=True, exist_ok=True)
+    few.save(output / "recording.npz")
+    write_trace(few, output / "trace.json.gz")
+    content = recording.facts | {"summary": summary}
+    (output / "summary.json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    show(recording.facts, summary)
+    for name in ("trace.json.gz", "recording.npz", "summary.json"):
+        say(str(output / name))
+    for path in save(draw_block(recording, summary, kept[0]), output / f"block-{kept[0]}"):
+        say(str(path))
+
+
+def show(facts: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
+    """Print the measures, after what they can be trusted for."""
+    say(Workload.from_dict(facts["workload"]).id)
+    d, lost = facts["disturbance"], summary["lost_tiles"]
+    say(
+        f"disturbance: {d['instrumented_ms']:.4f} ms with marks, {d['normal_ms']:.4f} ms without: "
+        f"{d['slowdown']:.3f} times; {d['registers']} registers, {d['spill_bytes']} bytes of "
+        f"spills; output {'the same bits' if d['same_output'] else 'DIFFERENT'}"
+    )
+    if lost:
+        say(f"{lost} tiles of lanes did not fit the buffer: the shares are of what did", "red")
+    tile, clock, tail = facts["tile"], summary["clock_mhz"], summary["tail"]
+    say(
+        f"{summary['blocks']} blocks, {summary['tiles']} tiles of {tile['block_m']} x "
+        f"{tile['block_n']}, {tile['consumers']} consumers; SM clock {_number(clock, '.0f')} MHz"
+    )
+    out = console()
+    out.print(_states_table(summary))
+    out.print(_overlap_table(summary))
+    out.print(_costs_table(summary))
+    floors = summary["floors"]
+    say(
+        f"least cycles of a step of all consumers: tensor cores {floors['tensor_cores']:.0f}, "
+        f"exponentials {floors['exponentials']:.0f}; tensor cores at their rate would fill "
+        f"{floors['tensor_share']:.1%} of the blocks' time"
+    )
+    say(
+        f"blocks end between {_number(tail['first_end_ns'], '.0f')} and "
+        f"{_number(tail['last_end_ns'], '.0f')} ns ({_number(tail['idle_share'], '.1%')} of the "
+        f"time no block runs on an SM); they begin within {tail['begin_spread_ns']:.0f} ns; the "
+        f"device timer moves by {_number(tail['timer_step_ns'], '.0f')} ns"
+    )
+
+
+def _states_table(summary: Mapping[str, Any]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="States of each role, cycles")
+    for name in ("role", "state"):
+        table.add_column(name, no_wrap=True)
+    for name in ("share of its time", "count", "p10", "median", "p90"):
+        table.add_column(name, justify="right", no_wrap=True)
+    last = None
+    for row in summary["roles"]:
+        role = row["role"] if row["role"] != last else ""
+        last = row["role"]
+        numbers = [_number(row[name], ".0f") for name in ("p10", "median", "p90")]
+        table.add_row(role, row["state"], f"{row['share']:.1%}", str(row["count"]), *numbers)
+    return table
+
+
+def _overlap_table(summary: Mapping[str, Any]) -> Table:
+    title = "Overlap; in flight: issued and not yet waited for"
+    table = Table(box=box.SIMPLE_HEAD, title=title)
+    table.add_column("at the same time", no_wrap=True)
+    table.add_column("share of the blocks' time", justify="right")
+    for name, what in OVERLAP.items():
+        table.add_row(what, f"{summary['overlap'][name]:.1%}")
+    return table
+
+
+def _costs_table(summary: Mapping[str, Any]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="Cycles of a consumer")
+    table.add_column("what", no_wrap=True)
+    for name in ("count", "p10", "median", "p90"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, what in COSTS.items():
+        row = summary["cycles"][name]
+        table.add_row(
+            what, *(_number(row[key], ".0f") for key in ("count", "p10", "median", "p90"))
+        )
+    return table
+
+
+def _number(value: float | None, form: str) -> str:
+    return "not known" if value is None else format(value, form)

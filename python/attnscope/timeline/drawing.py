@@ -1,0 +1,196 @@
+"""A picture of one block: its roles over time, in the steady state and from tile to tile."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from attnscope.bench.figures import INK, RC
+from attnscope.timeline import layout
+from attnscope.timeline.layout import CONSUMER
+from attnscope.timeline.recording import Recording, Track
+from attnscope.timeline.trace import in_flight
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours for what works, greys for what waits.
+COLOURS = {
+    layout.SOFTMAX: "#D55E00",
+    layout.OUTPUT: "#009E73",
+    layout.ISSUE: "#000000",
+    layout.TENSOR_WAIT: "#DDDDDD",
+    layout.LOAD_WAIT: "#CC79A7",
+    layout.TURN_WAIT: "#F0E442",
+    layout.TILE_WAIT: "#9A9A9A",
+    layout.SLOT_WAIT: "#EFEFEF",
+}
+PRODUCTS = {"scores": ("S in flight", "#0072B2"), "output": ("P V in flight", "#56B4E9")}
+STEADY_STEPS = 4
+STEPS_BEFORE, STEPS_AFTER = 3, 4  # the change of tiles
+FEED_HEIGHT, PRODUCT_HEIGHT, STATE_HEIGHT, GAP = 0.45, 0.32, 0.75, 0.35
+
+
+class Window(NamedTuple):
+    """A span of SM cycles since the block began."""
+
+    title: str
+    begin: float
+    end: float
+
+
+def draw_block(recording: Recording, summary: Mapping[str, Any], block: int) -> Figure:
+    """The lanes of a block in two windows, with what a reader must know around them.
+
+    `summary` is what `analysis.analyse` says. Raises ValueError for a block that is not recorded.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    tracks = recording.tracks(recording.place(block))
+    chosen = windows(tracks[CONSUMER])
+    key_ends = recording.notes(recording.place(block))[:, layout.TILE_NOTES.index("end")]
+    height = 0.5 * len(tracks) + 0.75
+    with matplotlib.rc_context(RC):
+        figure = Figure(figsize=(10, height * len(chosen) + 1.9), layout="constrained")
+        axes = np.atleast_1d(figure.subplots(len(chosen), 1))
+        for axis, window in zip(axes, chosen, strict=True):
+            _draw_window(axis, tracks, window, key_ends)
+        axes[-1].set_xlabel("SM cycles from the left edge")
+        seen = {kind for t in tracks for kind in _kinds(t, chosen)}
+        entries = [(name, colour) for name, colour in PRODUCTS.values()]
+        entries += [(kind, COLOURS[kind]) for kind in layout.KINDS if kind in seen]
+        patches = [Patch(fc=colour, ec=INK, lw=0.3, label=name) for name, colour in entries]
+        figure.legend(handles=patches, loc="outside lower center", ncols=5, fontsize=8)
+        about = "\n".join(textwrap.wrap(_about(recording, summary), 165))
+        title = f"{_title(recording)}: inside block {block}"
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, weight="bold")
+        axes[0].set_title(f"{about}\n\n{chosen[0].title}", loc="left", fontsize=8, color=INK)
+    return figure
+
+
+def windows(consumer: Track) -> list[Window]:
+    """A few steps in the middle of the longest tile, and the change to the tile after it.
+
+    Where a block has one tile alone, its end is shown instead of a change; where no tile has two
+    steps, there is only the change.
+    """
+    starts = np.flatnonzero(consumer.of("tile.IssueScores", "step.IssueScores"))
+    if not len(starts):
+        raise ValueError("recording: the consumer issued nothing that could be drawn")
+    tiles, sizes = np.unique(consumer.tile[starts], return_counts=True)
+    longest = tiles[sizes == sizes.max()]
+    tile = int(longest[len(longest) // 2])
+    issues = consumer.begin[starts[consumer.tile[starts] == tile]].astype(float)
+    found = []
+    if len(issues) > 2:
+        count = min(STEADY_STEPS, len(issues) - 2)
+        first = (len(issues) - count) // 2
+        step = (issues[first + count] - issues[first]) / count
+        margin = 0.25 * step
+        found.append(
+            Window("Inside a tile", issues[first] - margin, issues[first + count] + margin)
+        )
+    else:
+        step = float(
+            np.diff(consumer.begin[starts]).mean() if len(starts) > 1 else consumer.end[-1]
+        )
+    after = np.flatnonzero(consumer.of("tile.AwaitTile") & (consumer.tile == tile + 1))
+    change = float(consumer.begin[after[0]] if len(after) else consumer.end[-1])
+    begin = max(change - STEPS_BEFORE * step, 0.0)
+    end = min(change + STEPS_AFTER * step, float(consumer.end[-1]))
+    found.append(Window("From one tile to the next" if end > change else "The end", begin, end))
+    return found
+
+
+def _draw_window(axis: Axes, tracks: Sequence[Track], window: Window, key_ends: Any) -> None:
+    """Lanes from top to bottom: scheduler, producer, then each consumer with its products."""
+    ticks, y = [], 0.0
+    for track in tracks:
+        top = y
+        if track.lane >= CONSUMER:
+            for field, (_, colour) in PRODUCTS.items():
+                y -= PRODUCT_HEIGHT
+                spans = in_flight(track, field)
+                _bars(axis, spans, [colour] * len(spans), window, y, PRODUCT_HEIGHT)
+        tall = STATE_HEIGHT if track.lane >= CONSUMER else FEED_HEIGHT
+        y -= tall
+        states = layout.STATES[track.role]
+        colours = [COLOURS[states[code].kind] for code in track.codes]
+        _bars(axis, list(zip(track.begin, track.end, strict=True)), colours, window, y, tall)
+        if track.lane >= CONSUMER:
+            _name_softmax(axis, track, window, y + tall / 2, key_ends)
+        ticks.append(((y + top) / 2, layout.lane_name(track.lane)))
+        y -= GAP
+    axis.set_yticks(*map(list, zip(*ticks, strict=True)))
+    axis.tick_params(axis="y", length=0)
+    axis.set_ylim(y + GAP / 2, GAP / 2)
+    axis.set_xlim(0, window.end - window.begin)
+    axis.spines["left"].set_visible(False)
+    axis.grid(visible=False, axis="y")
+    axis.set_title(window.title, loc="left", fontsize=8, color=INK)
+
+
+def _bars(
+    axis: Axes, spans: Sequence[tuple[Any, Any]], colours: Sequence[str], window: Window,
+    y: float, height: float,
+) -> None:  # fmt: skip
+    inside = [
+        (max(begin, window.begin) - window.begin, min(end, window.end) - window.begin, colour)
+        for (begin, end), colour in zip(spans, colours, strict=True)
+        if end > window.begin and begin < window.end
+    ]
+    shown = [(begin, end - begin) for begin, end, _ in inside]
+    axis.broken_barh(shown, (y, height), facecolors=[c for *_, c in inside], edgecolor="none")
+    axis.broken_barh(shown, (y, height), facecolors="none", edgecolor="white", linewidth=0.4)
+
+
+def _name_softmax(axis: Axes, track: Track, window: Window, y: float, key_ends: Any) -> None:
+    """The number of the key block, in the bar of its softmax where there is room."""
+    room = 0.02 * (window.end - window.begin)
+    for at in np.flatnonzero(track.flag("kind", layout.SOFTMAX)):
+        begin, end = max(track.begin[at], window.begin), min(track.end[at], window.end)
+        if end - begin > room:
+            number = str(key_ends[track.tile[at]] - 1 - track.step[at])
+            centre = (begin + end) / 2 - window.begin
+            axis.text(centre, y, number, ha="center", va="center", fontsize=7, color="white")
+
+
+def _kinds(track: Track, chosen: Sequence[Window]) -> set[str]:
+    """Kinds of states that can be seen in the windows."""
+    states = layout.STATES[track.role]
+    shown = np.zeros(len(track.codes), bool)
+    for window in chosen:
+        shown |= (track.end > window.begin) & (track.begin < window.end) & (track.cycles > 0)
+    return {states[code].kind for code in np.unique(track.codes[shown])}
+
+
+def _title(recording: Recording) -> str:
+    work = recording.facts["workload"]
+    mask = "causal" if work["causal"] else "no mask"
+    return f"Hopper forward, D {work['head_dim']}, S {work['seqlen_k']}, {mask}"
+
+
+def _about(recording: Recording, summary: Mapping[str, Any]) -> str:
+    """Card, shape and tile; how much the recording disturbs; how to read it; what it amounts to."""
+    work, tile = recording.facts["workload"], recording.facts["tile"]
+    disturbance, overlap = recording.facts["disturbance"], summary["overlap"]
+    clock = summary["clock_mhz"]
+    under = 1 - overlap["softmax_alone"] / overlap["softmax"] if overlap["softmax"] else 0.0
+    parts = [
+        f"{recording.facts['env']['gpu']}, {work['dtype']}, batch {work['batch']}, "
+        f"{work['heads_q']} heads, tile {tile['block_m']} x {tile['block_n']}, "
+        f"SM clock {'not known' if clock is None else f'{clock:.0f} MHz'}.",
+        f"With its marks the kernel takes {disturbance['slowdown']:.3f} times its normal time.",
+        "In flight: from the issue until the consumer has waited for it; the tensor cores may be "
+        "done sooner.",
+        "Numbers are those of key blocks.",
+        f"Of the blocks' time, {overlap['tensor']:.1%} has a product in flight;",
+        f"of the softmax, {under:.1%} runs under one.",
+    ]
+    return " ".join(parts)

@@ -1,0 +1,138 @@
+"""What the marks of csrc/kernels/sm90_forward/marks.cuh mean, in their order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+WORDS = 16  # uint32 of a row; see csrc/attn/timeline.cuh
+SCHEDULER, PRODUCER, CONSUMER = 0, 1, 2  # lanes; consumers have all from the third on
+
+# What a state is, for pictures and sums.
+SOFTMAX = "softmax"
+ISSUE = "issue"
+TENSOR_WAIT = "wait for tensor cores"
+LOAD_WAIT = "wait for loads"
+TURN_WAIT = "wait for its turn"
+TILE_WAIT = "wait for a tile"
+SLOT_WAIT = "wait for a free slot"
+OUTPUT = "rescale O, epilogue"
+KINDS = (SOFTMAX, OUTPUT, ISSUE, TENSOR_WAIT, LOAD_WAIT, TURN_WAIT, TILE_WAIT, SLOT_WAIT)
+
+
+@dataclass(frozen=True)
+class State:
+    """What a role does from one mark to its next.
+
+    `mark` is the name in marks.cuh without its k. `scores` and `output` say whether a product S or
+    P V of this consumer has been issued and not yet been waited for.
+    """
+
+    mark: str
+    label: str
+    kind: str
+    scores: bool = False
+    output: bool = False
+
+
+SCHEDULER_TILE = (
+    State("AwaitRequest", "wait for the request", TILE_WAIT),
+    State("Take", "take a tile", ISSUE),
+    State("AwaitSlot", "wait for a slot", SLOT_WAIT),
+    State("Hand", "hand it out", ISSUE),
+)
+PRODUCER_TILE = (
+    State("AwaitTile", "wait for a tile", TILE_WAIT),
+    State("AwaitQSlot", "wait for a Q slot", SLOT_WAIT),
+    State("IssueQ", "load Q", ISSUE),
+)
+PRODUCER_STEP = (
+    State("AwaitKSlot", "wait for a K slot", SLOT_WAIT),
+    State("IssueK", "load K", ISSUE),
+    State("AwaitVSlot", "wait for a V slot", SLOT_WAIT),
+    State("IssueV", "load V", ISSUE),
+)
+CONSUMER_TILE = (
+    State("AwaitTile", "wait for a tile", TILE_WAIT),
+    State("Prepare", "clear O", OUTPUT),
+    State("AwaitQ", "wait for Q", LOAD_WAIT),
+    State("AwaitK", "wait for first K", LOAD_WAIT),
+    State("IssueScores", "issue first S", ISSUE, scores=True),
+    State("AwaitScores", "wait for first S", TENSOR_WAIT, scores=True),
+    State("Softmax", "first softmax", SOFTMAX),
+    State("AwaitV", "wait for first V", LOAD_WAIT),
+    State("AwaitNextK", "wait for second K", LOAD_WAIT),
+    State("AwaitLastV", "wait for last V", LOAD_WAIT),
+    State("IssueOutput", "issue last P V", ISSUE, output=True),
+    State("AwaitOutput", "wait for last P V", TENSOR_WAIT, output=True),
+    State("Epilogue", "epilogue", OUTPUT),
+)
+CONSUMER_STEP = (
+    State("AwaitTurn", "wait for its turn", TURN_WAIT),
+    State("IssueScores", "issue S", ISSUE, scores=True),
+    State("AwaitV", "wait for V", LOAD_WAIT, scores=True),
+    State("IssueOutput", "issue P V", ISSUE, scores=True, output=True),
+    State("AwaitScores", "wait for S", TENSOR_WAIT, scores=True, output=True),
+    State("Softmax", "softmax", SOFTMAX, output=True),
+    State("RaiseMaximum", "softmax by a new maximum", SOFTMAX, output=True),
+    State("AwaitK", "wait for K", LOAD_WAIT, output=True),
+    State("AwaitOutput", "wait for P V", TENSOR_WAIT, output=True),
+    State("Rescale", "rescale O, pack P", OUTPUT),
+)
+# What the scheduler notes of a tile, from word NOTES on.
+NOTES = 8
+TILE_NOTES = ("head", "batch", "first_row", "begin", "end", "full_begin", "full_end")
+
+# Words of a block's row and of the end row of a lane.
+SM, CLOCK, TIMER, TILES, STEPS = 0, 1, 3, 5, 6
+BEGAN = TILES  # 1 in the row of a block that ran
+
+# The last mark of CONSUMER_TILE that comes before the steps.
+FIRST_STEPS = 8
+
+
+def _codes(tile: tuple[State, ...], step: tuple[State, ...] = ()) -> tuple[State, ...]:
+    """States of a role: of a tile as their word, of a step as WORDS + their word."""
+    gap = tuple(State("", "", "") for _ in range(WORDS - len(tile)))
+    return (*tile, *gap, *step)
+
+
+# State of each code of a track, by role.
+STATES = {
+    "scheduler": _codes(SCHEDULER_TILE),
+    "producer": _codes(PRODUCER_TILE, PRODUCER_STEP),
+    "consumer": _codes(CONSUMER_TILE, CONSUMER_STEP),
+}
+
+
+def role_of(lane: int) -> str:
+    return "scheduler" if lane == SCHEDULER else "producer" if lane == PRODUCER else "consumer"
+
+
+def lane_name(lane: int) -> str:
+    role = role_of(lane)
+    return f"consumer {lane - CONSUMER}" if role == "consumer" else role
+
+
+def codes(role: str, *marks: str) -> NDArray[np.int8]:
+    """Codes of the states of these names; a step's are written "step.Name", a tile's "tile.Name".
+
+    Raises ValueError for a name that is none.
+    """
+    found = []
+    for name in marks:
+        part, _, mark = name.partition(".")
+        low, high = (0, WORDS) if part == "tile" else (WORDS, 2 * WORDS)
+        states = STATES[role]
+        at = [c for c in range(low, min(high, len(states))) if states[c].mark == mark]
+        if not at:
+            raise ValueError(f"marks: the {role} has no {name!r}")
+        found += at
+    return np.array(found, np.int8)
+
+
+def flags(role: str, field: str, value: object = True) -> NDArray[np.bool_]:
+    """For each code of a role: whether this field of its state has the value."""
+    return np.array([getattr(state, field) == value for state in STATES[role]])

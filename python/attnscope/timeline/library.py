@@ -1,0 +1,153 @@
+"""The instrumented copy of the Hopper kernel: compiled on first use from the source tree."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnscope._load import PACKAGE
+from attnscope.kernels import symbol_matches
+
+SOURCES = ("csrc/kernels/sm90_forward/launch.cu", "csrc/attn/tile_counter.cu")
+FOLDERS = ("csrc/ptx", "csrc/attn", "csrc/kernels/sm90_forward")
+TILE_FIELDS = (
+    "head_dim", "block_m", "block_n", "q_stages", "stages", "consumers", "take_turns",
+    "keep_scores",
+)  # fmt: skip
+
+
+def source_tree() -> Path:
+    """The tree that the package was imported from, or else the current directory.
+
+    Raises ValueError where neither holds the sources of the kernel.
+    """
+    for root in (PACKAGE.parents[1], Path.cwd()):
+        if (root / "setup.py").is_file() and all((root / name).is_file() for name in SOURCES):
+            return root
+    raise ValueError(
+        "timeline: it compiles an instrumented copy of the kernel, which needs the source tree of "
+        f"attnscope; neither {PACKAGE.parents[1]} nor the current directory is one. Run it there"
+    )
+
+
+def build(root: Path) -> tuple[Path, list[dict[str, Any]], float]:
+    """Compile the instrumented library, unless it was compiled of these sources before.
+
+    Returns its path, registers and spills of its kernels (`tools/ptxas.py`), and the seconds that
+    the compiler took (0 where it did not run). Raises ValueError without nvcc, RuntimeError where
+    it fails, or where ptxas serialises the products: such a kernel is not the one to look at.
+    """
+    setup = _setup_module(root)
+    nvcc = setup.find_nvcc()
+    if nvcc is None:
+        raise ValueError(
+            "timeline: no nvcc (CUDA_HOME, PATH, /usr/local/cuda or pip install 'attnscope[nvcc]')"
+        )
+    home = setup.cuda_home(nvcc)
+    command = [str(nvcc), *setup.DEVICE.split(), "-DATTNSCOPE_TIMELINE", "--threads", "2"]
+    command += [f"-gencode=arch=compute_{target}" for target in setup.ARCHITECTURES["sm90"]]
+    command += ["-shared", "-cudart", "static", *SOURCES]
+    command += [f"-L{home / name}" for name in ("lib64", "lib", "targets/x86_64-linux/lib")]
+    version = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True).stdout
+    digest = hashlib.sha256("\0".join((*command, version)).encode())
+    for path in sorted(p for folder in FOLDERS for p in (root / folder).iterdir()):
+        digest.update(path.name.encode() + path.read_bytes())
+    library = root / "build/timeline" / f"sm90_forward-{digest.hexdigest()[:16]}.so"
+    log, seconds = library.with_suffix(".ptxas"), 0.0
+    if not (library.exists() and log.exists()):
+        library.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = library.with_suffix(f".{os.getpid()}")
+        start = time.perf_counter()
+        run = subprocess.run(
+            [*command, "-o", str(unfinished)], cwd=root, capture_output=True, text=True
+        )
+        seconds = time.perf_counter() - start
+        if run.returncode:
+            raise RuntimeError(f"timeline: nvcc failed:\n{run.stdout}{run.stderr}")
+        log.write_text(run.stdout + run.stderr)
+        os.replace(unfinished, library)
+    usage, warnings = setup.ptxas.parse(log.read_text())
+    if warnings:
+        raise RuntimeError("timeline: ptxas about the instrumented kernel: " + "; ".join(warnings))
+    return library, usage, seconds
+
+
+def _setup_module(root: Path) -> ModuleType:
+    """setup.py of the tree, for the flags and the nvcc that the package itself is built with."""
+    spec = importlib.util.spec_from_file_location("attnscope_setup", root / "setup.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    path = list(sys.path)
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise ValueError(f"timeline: {root / 'setup.py'} needs a package: {error}") from None
+    finally:
+        sys.path[:] = path
+    return module
+
+
+class Instrumented:
+    """The library in this process. Tensors are dense and contiguous, all on one device."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        pointer, integer, flag = ctypes.c_void_p, ctypes.c_int, ctypes.c_bool
+        self._tile = self._library.attnscope_timeline_tile
+        self._tile.argtypes = [integer, integer, flag, ctypes.POINTER(integer)]
+        self._tile.restype = flag
+        self._buffer = self._library.attnscope_timeline_buffer
+        self._buffer.argtypes = [pointer, integer, integer, integer]
+        self._buffer.restype = ctypes.c_char_p
+        self._forward = self._library.attnscope_timeline_forward
+        self._forward.argtypes = (
+            [pointer] * 5 + [integer] * 6 + [flag] * 2 + [ctypes.c_double, pointer]
+        )
+        self._forward.restype = ctypes.c_char_p
+
+    def tile(self, head_dim: int, rows: int, causal: bool) -> dict[str, int]:
+        """The tile that serves a call, by `TILE_FIELDS`. Raises ValueError where none does."""
+        values = (ctypes.c_int * len(TILE_FIELDS))()
+        if not self._tile(head_dim, rows, causal, values):
+            raise ValueError(f"head_dim: {head_dim} is served by no tile of the Hopper kernel")
+        return dict(zip(TILE_FIELDS, values, strict=True))
+
+    def attach(self, words: Tensor, lanes: int, tile_rows: int, step_rows: int) -> None:
+        """Let the launches that follow leave their marks in `words` (int32, see Recording)."""
+        _raise(self._buffer(words.data_ptr(), lanes, tile_rows, step_rows))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        """(out, lse) of q [B, Sq, Hq, D], k and v [B, Sk, Hkv, D], on torch's current stream."""
+        batch, rows, heads, dim = q.shape
+        out = torch.empty_like(q)
+        lse = q.new_empty(batch, heads, rows, dtype=torch.float32)
+        pointers = (t.data_ptr() for t in (q, k, v, out, lse))
+        sizes = (batch, rows, k.shape[1], heads, k.shape[2], dim)
+        stream = torch.cuda.current_stream(q.device).cuda_stream
+        bfloat16 = q.dtype == torch.bfloat16
+        _raise(self._forward(*pointers, *sizes, bfloat16, causal, dim**-0.5, stream))
+        return out, lse
+
+
+def _raise(message: bytes | None) -> None:
+    if message is not None:
+        raise RuntimeError(f"timeline: {message.decode()}")
+
+
+def usage_of(usage: list[dict[str, Any]], tile: dict[str, int], dtype: str) -> dict[str, Any]:
+    """Registers and spills of the instance that serves a tile; dtype is a torch dtype's name."""
+    element = "__nv_bfloat16" if dtype == "bfloat16" else "__half"
+    wanted = {"kernel": "sm90_forward", **tile}
+    (found,) = (u for u in usage if symbol_matches(u["kernel"], wanted) and element in u["kernel"])
+    return found

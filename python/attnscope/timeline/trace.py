@@ -1,0 +1,115 @@
+"""A recording as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attnscope.timeline import layout
+from attnscope.timeline.layout import CONSUMER
+from attnscope.timeline.recording import Recording, Track
+
+Event = dict[str, Any]
+# Threads of a process: the lanes, and what each consumer has in flight below it.
+PER_LANE = 3
+
+
+def write_trace(recording: Recording, path: Path) -> None:
+    """Write a gzipped trace: a process for each block, a thread for each role.
+
+    Under a consumer stand its products in flight, S and P V, each from its issue until it was
+    waited for. Times are microseconds since the first block began; within a block they are exact to
+    a cycle, between blocks to a step of the device timer.
+    """
+    events = [e for at in range(len(recording.blocks)) for e in _block_events(recording, at)]
+    content = {"traceEvents": events, "displayTimeUnit": "ns", "otherData": recording.facts}
+    # The same bytes for the same recording: no name and no time in the header.
+    with path.open("wb") as raw, gzip.GzipFile("", "wb", mtime=0, fileobj=raw) as packed:
+        packed.write(json.dumps(content, allow_nan=False, separators=(",", ":")).encode())
+
+
+def _block_events(recording: Recording, at: int) -> Iterator[Event]:
+    block, mhz = int(recording.blocks[at]), recording.clock_mhz
+    if mhz is None:
+        raise ValueError("recording: the device timer did not move; there are no times to show")
+    notes = recording.notes(at)
+    name = f"block {block}, SM {recording.head[at, layout.SM]}"
+    yield {"ph": "M", "pid": block, "name": "process_name", "args": {"name": name}}
+
+    def times(cycles: NDArray[np.int64]) -> NDArray[np.int64]:
+        return recording.begins_ns[at] + np.rint(cycles * 1e3 / mhz).astype(np.int64)
+
+    for track in recording.tracks(at):
+        thread = PER_LANE * track.lane
+        yield _thread(block, thread, layout.lane_name(track.lane))
+        yield from _spans(block, thread, track, notes, times)
+        begins, ends = times(track.begin), times(track.end)
+        states = layout.STATES[track.role]
+        for code, begin, end in zip(track.codes, begins, ends, strict=True):
+            state = states[code]
+            yield _span(block, thread, state.label, begin, end, cat=state.kind)
+        if track.lane >= CONSUMER:
+            for row, (field, product) in enumerate((("scores", "S"), ("output", "P V")), start=1):
+                yield _thread(block, thread + row, f"{layout.lane_name(track.lane)}: {product}")
+                for begin, end in in_flight(track, field):
+                    span = (*times(np.array([begin, end])),)
+                    yield _span(block, thread + row, product, *span, cat="in flight")
+
+
+def in_flight(track: Track, field: str) -> list[tuple[int, int]]:
+    """(begin, end) in cycles of each S (field "scores") or P V ("output") of a consumer.
+
+    Each begins with an issue; the state before it may be of another product of the same kind.
+    """
+    on = track.flag(field)
+    marks = ("IssueScores",) if field == "scores" else ("IssueOutput",)
+    starts = track.of(*(f"{part}.{mark}" for part in ("tile", "step") for mark in marks))
+    first = np.flatnonzero(on & (starts | ~np.append(False, on[:-1])))
+    after = np.append(first[1:], len(on))
+    spans = []
+    for begin, limit in zip(first, after, strict=True):
+        run = on[begin:limit]
+        last = begin + (len(run) if run.all() else int(np.argmin(run))) - 1
+        spans.append((int(track.begin[begin]), int(track.end[last])))
+    return spans
+
+
+def _spans(
+    block: int, thread: int, track: Track, notes: NDArray[np.int32], times: Any
+) -> Iterator[Event]:
+    """What encloses the states: tiles, and the key blocks of each (not for the producer, which has
+    K of one block and V of another in turn)."""
+    for tile in np.unique(track.tile[track.tile < len(notes)]):
+        of_tile = np.flatnonzero(track.tile == tile)
+        head, batch, row, _, end, *_ = notes[tile].tolist()
+        what = {"batch": batch, "head": head, "first_row": row}
+        yield _between(block, thread, f"tile {tile}", track, of_tile, times, what)
+        if track.lane < CONSUMER:
+            continue
+        steps = track.step[of_tile]
+        for step in np.unique(steps[steps >= 0]):
+            key = {"key_block": int(end - 1 - step)}
+            name = f"key block {key['key_block']}"
+            yield _between(block, thread, name, track, of_tile[steps == step], times, key)
+
+
+def _between(
+    block: int, thread: int, name: str, track: Track, at: NDArray, times: Any, args: Event
+) -> Event:
+    begin, end = times(np.array([track.begin[at[0]], track.end[at[-1]]]))
+    return _span(block, thread, name, begin, end, args=args)
+
+
+def _span(block: int, thread: int, name: str, begin: Any, end: Any, **more: Any) -> Event:
+    span = {"ph": "X", "pid": block, "tid": thread, "name": name}
+    return span | {"ts": int(begin) / 1e3, "dur": int(end - begin) / 1e3} | more
+
+
+def _thread(block: int, thread: int, name: str) -> Event:
+    return {"ph": "M", "pid": block, "tid": thread, "name": "thread_name", "args": {"name": name}}

@@ -1,0 +1,35 @@
+"""The machine code of a built library, function by function."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+
+@cache
+def cuobjdump() -> Path | None:
+    """Triton's wheel brings one; else the toolkit's."""
+    triton = importlib.util.find_spec("triton")
+    places = [
+        Path(p) / "backends/nvidia/bin"
+        for p in (triton and triton.submodule_search_locations) or ()
+    ]
+    places += [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"]
+    found = [str(place / "cuobjdump") for place in places] + [shutil.which("cuobjdump") or ""]
+    return next((Path(path) for path in found if os.access(path, os.X_OK)), None)
+
+
+@cache
+def functions(library: Path, arch: str) -> dict[str, str]:
+    """Demangled symbol -> machine code, of the kernels for one architecture."""
+    command = [str(cuobjdump()), "-arch", arch, "-sass", str(library)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    _, *parts = re.split(r"^\s*Function : (\S+)$", text, flags=re.MULTILINE)
+    symbols = "\n".join(parts[::2])
+    names = subprocess.run(["c++filt"], input=symbols, capture_output=True, text=True, check=True)
+    return dict(zip(names.stdout.splitlines(), parts[1::2], strict=True))

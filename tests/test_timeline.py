@@ -1,0 +1,391 @@
+"""The timeline: how marks are read, what is measured and drawn, what the compiler makes of them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sass
+import timeline_marks as marks
+import torch
+from typer.testing import CliRunner
+
+from attnscope import cli
+from attnscope._load import PACKAGE
+from attnscope.timeline import layout, library
+from attnscope.timeline.analysis import analyse, costs, overlap, step_floors
+from attnscope.timeline.command import block_numbers
+from attnscope.timeline.drawing import draw_block, windows
+from attnscope.timeline.layout import CONSUMER, PRODUCER, SCHEDULER
+from attnscope.timeline.recording import Recording, Track
+from attnscope.timeline.trace import in_flight, write_trace
+
+ROOT = Path(__file__).resolve().parent.parent
+MARKS = (ROOT / "csrc/kernels/sm90_forward/marks.cuh").read_text()
+
+
+def labels(track: Track) -> list[str]:
+    part = ("tile.", "step.")
+    return [part[c // layout.WORDS] + layout.STATES[track.role][c].mark for c in track.codes]
+
+
+@pytest.mark.parametrize(
+    ("struct", "states"),
+    [
+        ("SchedulerTile", layout.SCHEDULER_TILE),
+        ("ProducerTile", layout.PRODUCER_TILE),
+        ("ProducerStep", layout.PRODUCER_STEP),
+        ("ConsumerTile", layout.CONSUMER_TILE),
+        ("ConsumerStep", layout.CONSUMER_STEP),
+    ],
+)
+def test_states_are_those_of_the_kernel(struct, states):
+    (body,) = re.findall(rf"struct {struct} {{\n  enum : int {{(.*?)}};", MARKS, re.DOTALL)
+    names = re.findall(r"\bk(\w+)( = \d+)?", re.sub(r"//.*", "", body))
+    notes = [at for at, (_, value) in enumerate(names) if value] or [len(names)]
+    assert [name for name, _ in names[: notes[0]]] == [state.mark for state in states]
+    if struct == "SchedulerTile":
+        snake = [re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower() for name, _ in names[notes[0] :]]
+        assert tuple(snake) == layout.TILE_NOTES
+        assert names[notes[0]][1] == f" = {layout.NOTES}"
+    assert len(states) <= layout.WORDS
+
+
+def test_lanes_are_those_of_the_kernel():
+    (body,) = re.findall(r"struct Lane {\n  enum : int {(.*?)}", MARKS)
+    assert body.split() == ["kScheduler,", "kProducer,", "kConsumer"]
+    assert (SCHEDULER, PRODUCER, CONSUMER) == (0, 1, 2)
+
+
+def test_every_state_is_read_in_the_order_and_for_the_time_it_was_in():
+    made = marks.recording([[5, 2], [], [1, 0, 3]])
+    assert made.blocks.tolist() == [0, 2]
+    track = made.track(1, CONSUMER + 1)
+    before = [f"tile.{state.mark}" for state in layout.CONSUMER_TILE[:9]]
+    after = [f"tile.{state.mark}" for state in layout.CONSUMER_TILE[9:]]
+    step = [f"step.{s.mark}" for s in layout.CONSUMER_STEP if s.mark != "RaiseMaximum"]
+    empty = ["tile.AwaitTile", "tile.Prepare", "tile.Epilogue"]
+    first, third = before + after, before + 2 * step + after
+    assert labels(track) == [*first, *empty, *third, "tile.AwaitTile"]
+    for name, cycles in zip(labels(track), track.cycles, strict=True):
+        assert cycles == marks.CYCLES.get(name.partition(".")[2], 10)
+    assert track.tile.tolist() == [0] * len(first) + [1] * 3 + [2] * len(third) + [3]
+    assert track.step[len(first) + 3 :].tolist() == (
+        [-1] * 4 + [0] * 5 + [1] * 9 + [2] * 9 + [-1] * 4 + [-1]
+    )
+    assert (track.begin[1:] == track.end[:-1]).all()
+    assert track.begin[0] == 155  # although the clock's low word goes round in between
+
+
+def test_the_producer_loads_k_one_block_ahead():
+    track = marks.recording([[2, 1]]).track(0, PRODUCER)
+    k, v = ["step.AwaitKSlot", "step.IssueK"], ["step.AwaitVSlot", "step.IssueV"]
+    q, wait = ["tile.AwaitQSlot", "tile.IssueQ"], ["tile.AwaitTile"]
+    assert labels(track) == [*wait, *k, *q, *k, *v, *v, *wait, *k, *q, *v, *wait]
+    assert track.step.tolist() == [-1, 0, 0, -1, -1, 1, 1, 0, 0, 1, 1, -1, 0, 0, -1, -1, 0, 0, -1]
+
+
+def test_the_scheduler_notes_what_tiles_are():
+    made = marks.recording([[2, 1]])
+    assert labels(made.track(0, SCHEDULER)) == [
+        *(f"tile.{name}" for name in ("AwaitRequest", "AwaitSlot", "Hand")),
+        *(f"tile.{name}" for name in ("AwaitRequest", "Take", "AwaitSlot", "Hand")),
+        "tile.AwaitRequest",
+    ]
+    assert made.notes(0).tolist() == [[0, 0, 0, 1, 3, 0, 99], [1, 0, 128, 1, 2, 0, 99]]
+    assert made.key_blocks(0).tolist() == [2, 1]
+
+
+def test_clock_and_place_come_from_the_rows_of_the_blocks():
+    made = marks.recording([[3], [], [4]])
+    assert made.clock_mhz == pytest.approx(2000, rel=1e-3)
+    assert made.place(2) == 1
+    with pytest.raises(ValueError, match="blocks: 1 is not recorded; there are 2, 0 to 2"):
+        made.place(1)
+
+
+@pytest.mark.parametrize(("tile_rows", "step_rows"), [(3, 64), (8, 14)])
+def test_what_does_not_fit_is_counted_and_the_rest_is_whole(tile_rows, step_rows):
+    blocks = [[5, 5, 5, 5]]
+    made = marks.recording(blocks, tile_rows=tile_rows, step_rows=step_rows)
+    whole, full = marks.recording(blocks).track(0, CONSUMER), made.track(0, CONSUMER)
+    fit = min(tile_rows, step_rows // 5)
+    lanes = 4 if tile_rows == 3 else 3  # the scheduler has no steps
+    assert made.lost_tiles == lanes * (4 - fit)
+    assert analyse(made)["lost_tiles"] == made.lost_tiles
+    count = int((whole.tile < fit).sum())
+    # Where the next tile is not marked, the end of the last state is not known.
+    count -= tile_rows == fit
+    assert full.begin.tolist() == whole.begin[:count].tolist()
+    assert full.end.tolist() == whole.end[:count].tolist()
+
+
+def test_marks_that_run_backwards_are_refused():
+    words = marks.words([[5]])
+    made = Recording.from_words(words, CONSUMER + 2, 8, 64, marks.FACTS)
+    step = made.steps[0, CONSUMER, 2]
+    step[[1, 5]] = step[[5, 1]]
+    with pytest.raises(ValueError, match="consumer 0 of block 0 run backwards"):
+        made.track(0, CONSUMER)
+
+
+def test_counts_that_disagree_are_refused():
+    made = marks.recording([[5]])
+    made.ends[0, CONSUMER, layout.STEPS] = 6
+    with pytest.raises(ValueError, match="consumer 0 of block 0 did 6 steps, its tiles have 5"):
+        made.track(0, CONSUMER)
+
+
+def test_a_recording_survives_a_file(tmp_path):
+    made = marks.recording([[5, 2], [3], [4, 4, 1]])
+    made.select([2, 0]).save(tmp_path / "r.npz")
+    read = Recording.load(tmp_path / "r.npz")
+    assert read.blocks.tolist() == [2, 0]
+    assert read.facts == json.loads(json.dumps(marks.FACTS))
+    for block in (0, 2):
+        for lane in range(4):
+            a, b = made.track(made.place(block), lane), read.track(read.place(block), lane)
+            for field in ("codes", "begin", "end", "tile", "step"):
+                assert (getattr(a, field) == getattr(b, field)).all()
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b'{"a": 1}'])
+def test_a_file_that_is_no_recording_is_refused(tmp_path, content):
+    (tmp_path / "r.npz").write_bytes(content)
+    with pytest.raises(ValueError, match="recording: .*r.npz is no recording"):
+        Recording.load(tmp_path / "r.npz")
+
+
+def track_of(*spans: tuple[str, int], begin: int = 0) -> Track:
+    """A consumer's track: states, and how long each lasts."""
+    names, cycles = zip(*spans, strict=True)
+    at = begin + np.concatenate([[0], np.cumsum(cycles)])
+    code = np.concatenate([layout.codes("consumer", name) for name in names])
+    zero = np.zeros(len(names), np.int32)
+    return Track(CONSUMER, code, at[:-1], at[1:], zero, zero)
+
+
+def test_overlap_counts_products_in_flight_and_softmax():
+    wait, soft = ("step.AwaitScores", 100), ("step.Softmax", 60)
+    one = track_of(wait, soft, ("step.Rescale", 40))
+    two = track_of(("tile.Softmax", 50), ("tile.Epilogue", 100), begin=110)
+    # One: in flight 0 to 160, softmax 100 to 160. Two: softmax 110 to 160, nothing in flight.
+    assert overlap([one, two]) == {
+        "total": 260, "tensor": 160, "tensor_all": 0, "softmax": 60, "softmax_two": 50,
+        "softmax_own": 60, "softmax_other": 50, "softmax_alone": 0, "neither": 100,
+    }  # fmt: skip
+    assert overlap([two])["softmax_alone"] == 50
+
+
+def test_costs_of_steps_and_tiles():
+    track = marks.recording([[5, 2]]).track(0, CONSUMER)
+    found = {name: cycles.tolist() for name, cycles in costs(track).items()}
+    usual = 5 * 10 + 300 + 500 + 40 + 20
+    assert found["step"] == [usual, usual]
+    assert found["step_raised"] == [usual - 500 + 30 + 10]
+    assert found["begin"] == [6 * 10 + 300 + 500] * 2
+    assert found["end"] == [60, 60]
+    assert found["epilogue"] == [400, 400]
+    assert found["between"] == [10, 10, 10]
+
+
+def test_floors_are_the_throughputs_of_the_sm():
+    assert step_floors(marks.TILE) == {"tensor_cores": 2048, "exponentials": 1024}
+
+
+def test_the_analysis_is_json_and_its_shares_are_of_the_whole():
+    summary = analyse(marks.recording([[5, 5], [3], [5]], consumers=3))
+    json.dumps(summary, allow_nan=False)
+    for role in ("scheduler", "producer", "consumer"):
+        assert sum(r["share"] for r in summary["roles"] if r["role"] == role) == pytest.approx(1)
+    shares = summary["overlap"]
+    parts = shares["tensor"] + shares["softmax_alone"] + shares["neither"]
+    assert parts == pytest.approx(1)
+    assert summary["blocks"] == 3 and summary["tiles"] == 4 and summary["lost_tiles"] == 0
+    softmax = [r for r in summary["roles"] if r["state"] == "softmax"]
+    assert [r["median"] for r in softmax] == [500] and softmax[0]["count"] == 3 * (8 + 2 + 4)
+
+
+def test_products_in_flight_end_where_they_are_waited_for():
+    track = marks.recording([[3]]).track(0, CONSUMER)
+    scores, output = in_flight(track, "scores"), in_flight(track, "output")
+    assert [end - begin for begin, end in scores] == [310, 330, 330]
+    assert [end - begin for begin, end in output] == [10 + 300 + 500 + 10 + 40] * 2 + [50]
+    assert scores[1][0] + 20 == output[0][0]
+
+
+def test_a_trace_has_a_thread_for_each_role_and_spans_that_nest(tmp_path):
+    made = marks.recording([[5, 2], [3]])
+    write_trace(made, tmp_path / "t.json.gz")
+    with gzip.open(tmp_path / "t.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {0: "block 0, SM 100", 1: "block 1, SM 101"}
+    threads = [e["args"]["name"] for e in events if e["name"] == "thread_name" and not e["pid"]]
+    consumers = [f"consumer {i}{part}" for i in (0, 1) for part in ("", ": S", ": P V")]
+    assert threads == ["scheduler", "producer", *consumers]
+    spans = [e for e in events if e["ph"] == "X"]
+    count = Counter(e["name"] for e in spans if e["pid"] == 0)
+    assert count["softmax"] == 2 * (4 + 1) and count["load K"] == 7 and count["tile 1"] == 4
+    softmax = next(e for e in spans if e["name"] == "softmax")
+    assert softmax["dur"] == 0.25 and softmax["cat"] == "softmax"
+    for pid, tid in {(e["pid"], e["tid"]) for e in spans}:
+        open_until: list[int] = []
+        mine = [e for e in spans if (e["pid"], e["tid"]) == (pid, tid)]
+        for e in sorted(mine, key=lambda e: e["ts"]):
+            begin, end = round(e["ts"] * 1e3), round((e["ts"] + e["dur"]) * 1e3)
+            while open_until and open_until[-1] <= begin:
+                open_until.pop()
+            assert not open_until or end <= open_until[-1], e
+            open_until.append(end)
+
+
+def test_windows_show_the_steady_state_and_a_change_of_tiles():
+    steady, change = windows(marks.recording([[9, 9]]).track(0, CONSUMER))
+    assert (steady.title, change.title) == ("Inside a tile", "From one tile to the next")
+    assert steady.end - steady.begin == pytest.approx(4.5 * 920, rel=0.2)
+    (only,) = windows(marks.recording([[1, 1]]).track(0, CONSUMER))
+    assert only.title == "From one tile to the next"
+    *_, end = windows(marks.recording([[9]]).track(0, CONSUMER))
+    assert end.end > end.begin
+
+
+@pytest.mark.parametrize("blocks", [[[9, 9]], [[1]], [[1, 0, 2]], [[0, 2]]])
+def test_a_picture_of_any_block_can_be_drawn(blocks):
+    made = marks.recording(blocks)
+    figure = draw_block(made, analyse(made), 0)
+    texts = [tick.get_text() for tick in figure.axes[0].get_yticklabels()]
+    assert texts == ["scheduler", "producer", "consumer 0", "consumer 1"]
+    figure.draw_without_rendering()
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli.build("timeline"), ["timeline", *arguments])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def test_the_command_writes_a_trace_a_picture_and_a_summary(tmp_path):
+    marks.recording([[5, 2], [3], [4, 4, 1]]).save(tmp_path / "r.npz")
+    output = tmp_path / "out"
+    options = ["--recording", str(tmp_path / "r.npz"), "--output", str(output)]
+    code, out = run(*options, "--blocks", "2,0")
+    assert code == 0, out
+    assert sorted(path.name for path in output.iterdir()) == [
+        "block-2.png", "block-2.svg", "recording.npz", "summary.json", "trace.json.gz",
+    ]  # fmt: skip
+    assert Recording.load(output / "recording.npz").blocks.tolist() == [2, 0]
+    content = json.loads((output / "summary.json").read_text())
+    assert content["summary"]["blocks"] == 3 and content["tile"]["block_m"] == 128
+    assert "1.050 times" in out and "the same bits" in out and "wait for P V" in out
+    assert "tensor cores 2048, exponentials 1024" in out
+    assert "did not fit" not in out
+
+
+def test_the_command_says_what_was_lost_and_what_differs(tmp_path):
+    made = marks.recording([[5, 5, 5, 5]], step_rows=14)
+    made.facts["disturbance"] = made.facts["disturbance"] | {"same_output": False}
+    made.save(tmp_path / "r.npz")
+    code, out = run("--recording", str(tmp_path / "r.npz"), "--output", str(tmp_path / "out"))
+    assert code == 0
+    assert "6 tiles of lanes did not fit the buffer" in out and "DIFFERENT" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--blocks", "x"], "--blocks: 'x' is not a list"),
+        (["--blocks", "4-"], "--blocks: '4-' is not a list"),
+        (["--blocks", "4-2"], "--blocks: '4-2' names no block"),
+        (["--recording", "none.npz"], "none.npz is no recording"),
+        (["--dtype", "fp8", "--device", "cpu"], "dtype: 'fp8'"),
+        (["--device", "cpu"], "device: cpu cannot run the Hopper kernel; allowed: H100"),
+        (["--heads", "3", "--kv-heads", "2", "--device", "cpu"], "heads_q: 3"),
+    ],
+)
+def test_bad_input_is_explained_with_exit_code_2(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out = run(*arguments)
+    assert code == 2 and message in out
+    assert not list(tmp_path.iterdir())
+
+
+def test_block_numbers_are_lists_and_ranges():
+    assert block_numbers("3,0-2, 1") == [3, 0, 1, 2]
+
+
+def test_without_the_source_tree_the_command_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(library, "PACKAGE", tmp_path / "site-packages/attnscope")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="needs the source tree of attnscope; neither"):
+        library.source_tree()
+    monkeypatch.chdir(ROOT)
+    assert library.source_tree() == ROOT
+
+
+@pytest.mark.skipif(
+    not (PACKAGE / "_C_cuda.so").exists() or sass.cuobjdump() is None,
+    reason="_C_cuda.so is not built, or no cuobjdump",
+)
+def test_nothing_of_it_is_in_the_normal_build():
+    assert b"g_timeline" not in (PACKAGE / "_C_cuda.so").read_bytes()
+    for name, code in sass.functions(PACKAGE / "_C_cuda.so", "sm_90a").items():
+        assert not re.search(r"CLOCK|GLOBALTIMER|VIRTUALSMID", code), name
+
+
+@pytest.fixture(scope="module")
+def built() -> tuple[Path, list[dict], float]:
+    try:
+        return library.build(ROOT)
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+def test_the_instrumented_kernel_compiles_and_spills_little(built):
+    """Within the budget of registers of the normal kernel; ptxas has no complaint (`build`)."""
+    path, usage, seconds = built
+    assert b"g_timeline" in path.read_bytes()
+    kernels = [u for u in usage if "forward_kernel" in u["kernel"]]
+    tiles = [t for t in json.loads(torch.ops.attnscope.kernels()) if t["kernel"] == "sm90_forward"]
+    for tile in tiles:
+        for dtype in ("bfloat16", "float16"):
+            mine = library.usage_of(usage, tile, dtype)
+            assert mine["spill_store_bytes"] <= 160
+    assert len(kernels) == 2 * len(tiles)
+    assert seconds < 120
+
+
+def test_the_instrumented_library_has_the_same_tiles(built):
+    kernel = library.Instrumented(built[0])
+    for tile in json.loads(torch.ops.attnscope.kernels()):
+        if tile["kernel"] == "sm90_forward":
+            chosen = kernel.tile(tile["head_dim"], 512 if tile["block_m"] == 128 else 9999, True)
+            assert {name: tile[name] for name in ("head_dim", "block_m", "block_n", "stages")} == {
+                name: chosen[name] for name in ("head_dim", "block_m", "block_n", "stages")
+            }
+            assert 128 * (chosen["consumers"] + 1) == tile["threads"]
+    with pytest.raises(ValueError, match="head_dim: 264 is served by no tile"):
+        kernel.tile(264, 128, False)
+
+
+@pytest.mark.skipif(sass.cuobjdump() is None, reason="no cuobjdump")
+def test_marks_stand_where_states_begin(built):
+    """In the machine code of the 128 x 128 tile: each part of a step between its marks, and no
+    spill among the products."""
+    kernels = sass.functions(built[0], "sm_90a")
+    (code,) = (c for n, c in kernels.items() if "__nv_bfloat16, 128, 128" in n)
+    events = re.findall(r"SR_CLOCKLO|MUFU\.EX2|TRYWAIT|DEPBAR\.LE|HGMMA\.64x|UTMALDG", code)
+    text = re.sub(r"(\S+)(?: \1)+", r"\1", " ".join(events)).replace("SR_CLOCKLO", "|")
+    step = (
+        "| HGMMA.64x | TRYWAIT | HGMMA.64x | DEPBAR.LE | MUFU.EX2 | MUFU.EX2 | TRYWAIT | DEPBAR.LE "
+    )
+    assert text.count(step + "| HGMMA.64x") >= 1 and text.count(step) >= 2, text
+    first = code.index("HGMMA.64x")
+    consumer = code[first : code.rindex("HGMMA.64x")]
+    assert not re.search(r"\b(STL|LDL)\b", consumer)

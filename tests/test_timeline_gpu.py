@@ -1,0 +1,129 @@
+"""The timeline of real launches: what the marks say agrees with what the kernel had to do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from helpers import assert_matches
+
+from attnscope.bench.workloads import Workload
+from attnscope.timeline import layout, library, session
+from attnscope.timeline.analysis import analyse
+from attnscope.timeline.layout import CONSUMER, SCHEDULER
+from attnscope.timeline.recording import Recording
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
+SHAPES = {
+    "d64": {"batch": 2, "seqlen": 1500, "heads": 8, "head_dim": 64},
+    "d64-causal": {"batch": 4, "seqlen": 512, "heads": 32, "head_dim": 64, "causal": True},
+    "d128": {"batch": 1, "seqlen": 4096, "heads": 16, "head_dim": 128},
+    "d128-causal": {"batch": 3, "seqlen": 1000, "heads": 16, "head_dim": 128, "causal": True},
+    "d256-gqa": {"batch": 1, "seqlen": 700, "heads_q": 8, "heads_kv": 2, "head_dim": 256},
+    "one-tile": {"seqlen_q": 3, "seqlen_k": 70, "heads": 1, "head_dim": 128},
+    "no-keys-seen": {"seqlen_q": 400, "seqlen_k": 100, "heads": 2, "head_dim": 64, "causal": True},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built():
+    try:
+        return library.build(library.source_tree())
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def recorded(request) -> tuple[Workload, Recording]:
+    work = Workload.of(**SHAPES[request.param])
+    return work, session.record(work, torch.device("cuda"))
+
+
+def visible_blocks(work: Workload, first_row: int, tile: dict[str, int]) -> int:
+    """Key blocks with a visible pair, for a tile of query rows without a window."""
+    last_row = min(first_row + tile["block_m"], work.seqlen_q) - 1
+    keys = work.seqlen_k
+    if work.causal:
+        keys = min(max(last_row + work.seqlen_k - work.seqlen_q + 1, 0), keys)
+    return -(-keys // tile["block_n"])
+
+
+def test_every_tile_is_recorded_once_with_its_key_blocks(recorded):
+    work, made = recorded
+    seen = []
+    for at in range(len(made.blocks)):
+        for (head, batch, row, *_), blocks in zip(
+            made.notes(at).tolist(), made.key_blocks(at), strict=True
+        ):
+            seen.append((batch, head, row))
+            assert blocks == visible_blocks(work, row, made.facts["tile"])
+    rows = range(0, work.seqlen_q, made.facts["tile"]["block_m"])
+    wanted = [(b, h, r) for b in range(work.batch) for h in range(work.heads_q) for r in rows]
+    assert sorted(seen) == wanted
+    assert made.lost_tiles == 0
+
+
+def test_every_role_marks_every_tile_and_step_in_order(recorded):
+    """`track` refuses marks that run backwards, or steps that are not those of the tiles."""
+    _, made = recorded
+    for at in range(len(made.blocks)):
+        assert len(set(made.tile_counts[at])) == 1
+        for track in made.tracks(at):
+            if track.lane == SCHEDULER:
+                continue
+            part = ("tile.IssueScores", "step.IssueScores")
+            issues = track.of(*part) if track.lane >= CONSUMER else track.of("step.IssueK")
+            assert issues.sum() == made.key_blocks(at).sum()
+            tiles, blocks = np.unique(track.tile[issues], return_counts=True)
+            assert (blocks == made.key_blocks(at)[tiles]).all()
+
+
+def test_the_marks_change_no_result_and_measures_are_possible(recorded):
+    _, made = recorded
+    disturbance = made.facts["disturbance"]
+    assert disturbance["same_output"]
+    assert 0.9 < disturbance["slowdown"] < 2
+    summary = analyse(made)
+    if len(made.blocks) > 1:  # of one short block the device timer knows too little
+        assert 0.5e3 < summary["clock_mhz"] < 2.5e3
+    shares = summary["overlap"]
+    parts = shares["tensor"] + shares["softmax_alone"] + shares["neither"]
+    assert parts == pytest.approx(1)
+    # Tensor cores cannot have done more than their rate allows while products were in flight.
+    assert summary["floors"]["tensor_share"] <= shares["tensor"]
+    floor = summary["floors"]["tensor_cores"] / made.facts["tile"]["consumers"]
+    step = summary["cycles"]["step"]
+    assert step["count"] == 0 or step["median"] > floor
+
+
+def test_a_block_lives_on_one_sm_and_sms_are_shared_by_none(recorded):
+    _, made = recorded
+    assert len(np.unique(made.head[:, layout.SM])) == len(made.blocks)
+    assert (made.ends[:, :, layout.SM] == made.head[:, None, layout.SM]).all()
+
+
+def test_the_instrumented_kernel_matches_the_reference(built):
+    work = Workload.of(batch=2, seqlen=300, heads=4, head_dim=128, causal=True)
+    q, k, v, *_ = work.inputs("cuda", 0)
+    kernel = library.Instrumented(built[0])
+    words = torch.zeros(1 << 22, dtype=torch.int32, device="cuda")
+    kernel.attach(words, 4, 16, 64)
+    assert_matches(*kernel.forward(q, k, v, True), q, k, v, causal=True)
+
+
+def test_what_passes_the_capacity_is_lost_and_said(monkeypatch):
+    monkeypatch.setattr(session, "MOST_STEP_ROWS", 40)
+    work = Workload.of(batch=4, seqlen=2048, heads=16, head_dim=128)
+    made = session.record(work, torch.device("cuda"))
+    assert made.facts["disturbance"]["same_output"]
+    assert made.lost_tiles > 0
+    assert analyse(made)["lost_tiles"] == made.lost_tiles
+    for at in range(len(made.blocks)):
+        assert made.track(at, CONSUMER).tile.max() == 1  # two tiles of 16 blocks fit
+
+
+def test_work_that_the_kernel_cannot_do_is_refused():
+    with pytest.raises(ValueError, match="dtype: 'float32'"):
+        session.record(
+            Workload.of(seqlen=8, heads=1, head_dim=64, dtype="float32"), torch.device("cuda")
+        )

@@ -1,0 +1,147 @@
+"""A buffer of marks as the kernel would leave it, written state by state with durations known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from attnscope.timeline import layout
+from attnscope.timeline.layout import CONSUMER, PRODUCER, SCHEDULER, WORDS
+from attnscope.timeline.recording import Recording, rows_of_block
+
+TILE = {
+    "head_dim": 128, "block_m": 128, "block_n": 128, "q_stages": 2, "stages": 2, "consumers": 2,
+    "take_turns": 0, "keep_scores": 1,
+}  # fmt: skip
+FACTS: dict[str, Any] = {
+    "workload": {
+        "batch": 1, "seqlen_q": 640, "seqlen_k": 640, "heads_q": 2, "heads_kv": 2, "head_dim": 128,
+        "head_dim_v": 128, "dtype": "bfloat16", "causal": False, "window": [-1, -1],
+        "softcap": 0.0, "mode": "forward", "seqlens": None,
+    },
+    "tile": TILE,
+    "env": {"gpu": "made up"},
+    "disturbance": {
+        "normal_ms": 1.0, "instrumented_ms": 1.05, "slowdown": 1.05, "same_output": True,
+        "registers": 168, "spill_bytes": 12, "compile_s": 0.0,
+    },
+}  # fmt: skip
+ORIGIN = 2**32 - 700  # so that the clock's low word goes round
+# Cycles of each state; what is not here takes 10.
+CYCLES = {
+    "Softmax": 500, "AwaitScores": 300, "AwaitOutput": 40, "Epilogue": 400, "Rescale": 20,
+    "AwaitKSlot": 500, "AwaitVSlot": 300, "AwaitRequest": 900,
+}  # fmt: skip
+RAISED = 3  # the step of each tile that takes a new maximum, after a short softmax
+TIMER, NS_PER_CYCLE = 5_000_000_000, 0.5
+
+
+class Buffer:
+    """One block's part of the buffer, with a clock for each lane."""
+
+    def __init__(self, rows: np.ndarray, tile_rows: int, step_rows: int, lag: int) -> None:
+        self.rows, self.tile_rows, self.step_rows = rows, tile_rows, step_rows
+        self.lane_rows = tile_rows + step_rows + 3
+        self.cycles = dict.fromkeys(range(5), lag)
+
+    def clocks(self, row: int, cycles: int) -> None:
+        clock, timer = ORIGIN + cycles, TIMER + int(cycles * NS_PER_CYCLE)
+        for word, value in ((layout.CLOCK, clock), (layout.TIMER, timer)):
+            self.rows[row, word : word + 2] = value & 0xFFFFFFFF, value >> 32
+
+    def put(self, lane: int, part: str, number: int, mark: str, cycles: int | None = None) -> None:
+        """The lane is in this state from now on, for `cycles`."""
+        states = getattr(layout, f"{layout.role_of(lane).upper()}_{part.upper()}")
+        word = [state.mark for state in states].index(mark)
+        self.rows[self.row(lane, part, number), word] = ORIGIN + self.cycles[lane] & 0xFFFFFFFF
+        self.cycles[lane] += CYCLES.get(mark, 10) if cycles is None else cycles
+
+    def row(self, lane: int, part: str, number: int) -> int:
+        first = 1 + lane * self.lane_rows
+        if part == "tile":
+            return first + 1 + min(number, self.tile_rows)
+        return first + 2 + self.tile_rows + min(number, self.step_rows)
+
+    def finish(self, lane: int, tiles: int, steps: int) -> None:
+        row = 1 + lane * self.lane_rows
+        self.clocks(row, self.cycles[lane])
+        self.rows[row, [layout.TILES, layout.STEPS]] = tiles, steps
+
+
+def consume(b: Buffer, lane: int, blocks: list[int]) -> None:
+    done = 0
+    for tile, count in enumerate(blocks):
+        names = [state.mark for state in layout.CONSUMER_TILE]
+        for name in names[:9] if count else names[:2]:
+            b.put(lane, "tile", tile, name)
+        for step in range(1, count):
+            for state in layout.CONSUMER_STEP:
+                if state.mark == "RaiseMaximum" and step != RAISED:
+                    continue
+                raised = state.mark == "Softmax" and step == RAISED
+                b.put(lane, "step", done + step, state.mark, 30 if raised else None)
+        for name in names[9:] if count else names[-1:]:
+            b.put(lane, "tile", tile, name)
+        done += count
+    b.put(lane, "tile", len(blocks), "AwaitTile")
+    b.finish(lane, len(blocks), done)
+
+
+def produce(b: Buffer, blocks: list[int]) -> None:
+    done = 0
+    for tile, count in enumerate(blocks):
+        b.put(PRODUCER, "tile", tile, "AwaitTile")
+        for step in range(count + 1 if count else 0):
+            if step < count:
+                b.put(PRODUCER, "step", done + step, "AwaitKSlot")
+                b.put(PRODUCER, "step", done + step, "IssueK")
+            if step == 0:
+                b.put(PRODUCER, "tile", tile, "AwaitQSlot")
+                b.put(PRODUCER, "tile", tile, "IssueQ")
+            else:
+                b.put(PRODUCER, "step", done + step - 1, "AwaitVSlot")
+                b.put(PRODUCER, "step", done + step - 1, "IssueV")
+        done += count
+    b.put(PRODUCER, "tile", len(blocks), "AwaitTile")
+    b.finish(PRODUCER, len(blocks), done)
+
+
+def schedule(b: Buffer, blocks: list[int]) -> None:
+    for tile, count in enumerate(blocks):
+        for state in layout.SCHEDULER_TILE:
+            if state.mark != "Take" or tile > 0:
+                b.put(SCHEDULER, "tile", tile, state.mark)
+        row = b.row(SCHEDULER, "tile", tile)
+        b.rows[row, layout.NOTES : layout.NOTES + 7] = tile, 0, 128 * tile, 1, 1 + count, 0, 99
+    b.put(SCHEDULER, "tile", len(blocks), "AwaitRequest")
+    b.finish(SCHEDULER, len(blocks), 0)
+
+
+def words(
+    blocks: list[list[int]], consumers: int = 2, tile_rows: int = 8, step_rows: int = 64
+) -> np.ndarray:
+    """The buffer of a launch: of each thread block, the key blocks of its tiles; [] did not run."""
+    lanes = CONSUMER + consumers
+    shape = (len(blocks), rows_of_block(lanes, tile_rows, step_rows), WORDS)
+    buffer = np.zeros(shape, np.uint32)
+    for number, tiles in enumerate(blocks):
+        if not tiles:
+            continue
+        b = Buffer(buffer[number], tile_rows, step_rows, lag=5)
+        b.clocks(0, 0)
+        b.rows[0, [layout.SM, layout.BEGAN]] = 100 + number, 1
+        schedule(b, tiles)
+        produce(b, tiles)
+        for consumer in range(consumers):
+            b.cycles[CONSUMER + consumer] += 150 * consumer
+            consume(b, CONSUMER + consumer, tiles)
+    return buffer
+
+
+def recording(
+    blocks: list[list[int]], consumers: int = 2, tile_rows: int = 8, step_rows: int = 64
+) -> Recording:
+    buffer = words(blocks, consumers, tile_rows, step_rows)
+    facts = FACTS | {"tile": TILE | {"consumers": consumers}}
+    return Recording.from_words(buffer, CONSUMER + consumers, tile_rows, step_rows, facts)
