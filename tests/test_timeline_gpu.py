@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from helpers import assert_matches
 from attnscope.bench.workloads import Workload
 from attnscope.timeline import layout, library, session
 from attnscope.timeline.analysis import analyse
-from attnscope.timeline.layout import CONSUMER, SCHEDULER
+from attnscope.timeline.layout import CONSUMER
 from attnscope.timeline.recording import Recording
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
@@ -39,43 +41,60 @@ def recorded(request) -> tuple[Workload, Recording]:
     return work, session.record(work, torch.device("cuda"))
 
 
-def visible_blocks(work: Workload, first_row: int, tile: dict[str, int]) -> int:
-    """Key blocks with a visible pair, for a tile of query rows without a window."""
-    last_row = min(first_row + tile["block_m"], work.seqlen_q) - 1
+def visible_blocks(work: Workload, first_row: int, rows: int, block_n: int) -> int:
+    """Key blocks that some of these query rows see, without a window."""
+    last_row = min(first_row + rows, work.seqlen_q) - 1
     keys = work.seqlen_k
     if work.causal:
         keys = min(max(last_row + work.seqlen_k - work.seqlen_q + 1, 0), keys)
-    return -(-keys // tile["block_n"])
+    return -(-keys // block_n) if first_row <= last_row else 0
 
 
-def test_every_tile_is_recorded_once_with_its_key_blocks(recorded):
+def test_the_shapes_are_of_all_tiles(built):
+    kernel = library.Instrumented(built[0])
+    works = [Workload.of(**shape) for shape in SHAPES.values()]
+    tiles = [kernel.tile(work.head_dim, work.seqlen_q, work.causal) for work in works]
+    names = ("head_dim", "block_m", "block_n")
+    normal = [t for t in json.loads(torch.ops.attnscope.kernels()) if t["kernel"] == "sm90_forward"]
+    assert {tuple(t[n] for n in names) for t in tiles} == {
+        tuple(t[n] for n in names) for t in normal
+    }
+
+
+def test_every_tile_with_keys_is_recorded_once_with_its_key_blocks(recorded):
     work, made = recorded
+    rows, block_n = (made.facts["tile"][name] for name in ("block_m", "block_n"))
     seen = []
     for at in range(len(made.blocks)):
         for (head, batch, row, *_), blocks in zip(
             made.notes(at).tolist(), made.key_blocks(at), strict=True
         ):
             seen.append((batch, head, row))
-            assert blocks == visible_blocks(work, row, made.facts["tile"])
-    rows = range(0, work.seqlen_q, made.facts["tile"]["block_m"])
-    wanted = [(b, h, r) for b in range(work.batch) for h in range(work.heads_q) for r in rows]
+            assert blocks == visible_blocks(work, row, rows, block_n)
+    first_rows = range(0, work.seqlen_q, rows)
+    with_keys = [row for row in first_rows if visible_blocks(work, row, rows, block_n)]
+    wanted = [(b, h, r) for b in range(work.batch) for h in range(work.heads_q) for r in with_keys]
     assert sorted(seen) == wanted
     assert made.lost_tiles == 0
 
 
 def test_every_role_marks_every_tile_and_step_in_order(recorded):
-    """`track` refuses marks that run backwards, or steps that are not those of the tiles."""
-    _, made = recorded
+    """`track` refuses marks that are missing, that run backwards or that no tile calls for."""
+    work, made = recorded
+    block_n = made.facts["tile"]["block_n"]
     for at in range(len(made.blocks)):
         assert len(set(made.tile_counts[at])) == 1
-        for track in made.tracks(at):
-            if track.lane == SCHEDULER:
-                continue
-            part = ("tile.IssueScores", "step.IssueScores")
-            issues = track.of(*part) if track.lane >= CONSUMER else track.of("step.IssueK")
-            assert issues.sum() == made.key_blocks(at).sum()
-            tiles, blocks = np.unique(track.tile[issues], return_counts=True)
-            assert (blocks == made.key_blocks(at)[tiles]).all()
+        _, producer, *consumers = made.tracks(at)
+        tiles = len(made.key_blocks(at))
+        loads = np.bincount(producer.tile[producer.of("step.IssueK")], minlength=tiles)
+        assert (loads == made.key_blocks(at)).all()
+        for number, track in enumerate(consumers):
+            issues = track.tile[track.of("tile.IssueScores", "step.IssueScores")]
+            own = [
+                visible_blocks(work, row + 64 * number, 64, block_n)
+                for _, _, row, *_ in made.notes(at).tolist()
+            ]
+            assert np.bincount(issues, minlength=tiles).tolist() == own
 
 
 def test_the_marks_change_no_result_and_measures_are_possible(recorded):
@@ -84,7 +103,7 @@ def test_the_marks_change_no_result_and_measures_are_possible(recorded):
     assert disturbance["same_output"]
     assert 0.9 < disturbance["slowdown"] < 2
     summary = analyse(made)
-    if len(made.blocks) > 1:  # of one short block the device timer knows too little
+    if len(made.blocks) > 8:  # of a few short blocks the device timer knows too little
         assert 0.5e3 < summary["clock_mhz"] < 2.5e3
     shares = summary["overlap"]
     parts = shares["tensor"] + shares["softmax_alone"] + shares["neither"]
@@ -107,7 +126,7 @@ def test_the_instrumented_kernel_matches_the_reference(built):
     q, k, v, *_ = work.inputs("cuda", 0)
     kernel = library.Instrumented(built[0])
     words = torch.zeros(1 << 22, dtype=torch.int32, device="cuda")
-    kernel.attach(words, 4, 16, 64)
+    kernel.attach(words, 5, 16, 64)
     assert_matches(*kernel.forward(q, k, v, True), q, k, v, causal=True)
 
 

@@ -11,13 +11,14 @@ from attnscope.timeline.layout import CONSUMER, PRODUCER, SCHEDULER, WORDS
 from attnscope.timeline.recording import Recording, rows_of_block
 
 TILE = {
-    "head_dim": 128, "block_m": 128, "block_n": 128, "q_stages": 2, "stages": 2, "consumers": 2,
-    "take_turns": 0, "keep_scores": 1,
+    "head_dim": 128, "block_m": 128, "block_n": 128, "q_stages": 1, "stages": 2, "consumers": 2,
+    "take_turns": 1, "keep_scores": 1,
 }  # fmt: skip
 FACTS: dict[str, Any] = {
     "workload": {
-        "batch": 1, "seqlen_q": 640, "seqlen_k": 640, "heads_q": 2, "heads_kv": 2, "head_dim": 128,
-        "head_dim_v": 128, "dtype": "bfloat16", "causal": False, "window": [-1, -1],
+        "batch": 1, "seqlen_q": 8448, "seqlen_k": 8192, "heads_q": 4, "heads_kv": 4,
+        "head_dim": 128, "head_dim_v": 128, "dtype": "bfloat16", "causal": True,
+        "window": [-1, -1],
         "softcap": 0.0, "mode": "forward", "seqlens": None,
     },
     "tile": TILE,
@@ -33,6 +34,7 @@ CYCLES = {
     "Softmax": 500, "AwaitScores": 300, "AwaitOutput": 40, "Epilogue": 400, "Rescale": 20,
     "AwaitKSlot": 500, "AwaitVSlot": 300, "AwaitRequest": 900,
 }  # fmt: skip
+UNSEEING = 256  # first rows that see no key: more queries than keys
 RAISED = 3  # the step of each tile that takes a new maximum, after a short softmax
 TIMER, NS_PER_CYCLE = 5_000_000_000, 0.5
 
@@ -43,7 +45,7 @@ class Buffer:
     def __init__(self, rows: np.ndarray, tile_rows: int, step_rows: int, lag: int) -> None:
         self.rows, self.tile_rows, self.step_rows = rows, tile_rows, step_rows
         self.lane_rows = tile_rows + step_rows + 3
-        self.cycles = dict.fromkeys(range(5), lag)
+        self.cycles = dict.fromkeys(range(6), lag)
 
     def clocks(self, row: int, cycles: int) -> None:
         clock, timer = ORIGIN + cycles, TIMER + int(cycles * NS_PER_CYCLE)
@@ -69,19 +71,25 @@ class Buffer:
         self.rows[row, [layout.TILES, layout.STEPS]] = tiles, steps
 
 
-def consume(b: Buffer, lane: int, blocks: list[int]) -> None:
+# What a consumer marks in a tile even without key blocks of its own, the last two after the rest.
+ALWAYS = ("AwaitTile", "Prepare", "AwaitQ", "SkipFirst", "SkipLast", "Epilogue")
+FIRST_BLOCK = ("AwaitK", "IssueScores", "AwaitScores", "Softmax", "AwaitV", "AwaitNextK")
+LAST_OUTPUT = ("AwaitLastV", "IssueOutput", "AwaitOutput")
+
+
+def consume(b: Buffer, lane: int, blocks: list[int], skipped: list[int]) -> None:
     done = 0
-    for tile, count in enumerate(blocks):
-        names = [state.mark for state in layout.CONSUMER_TILE]
-        for name in names[:9] if count else names[:2]:
+    for tile, (count, skip) in enumerate(zip(blocks, skipped, strict=True)):
+        own = count > skip
+        for name in (*ALWAYS[:4], *(FIRST_BLOCK if own else ())):
             b.put(lane, "tile", tile, name)
-        for step in range(1, count):
+        for step in range(skip + 1, count):
             for state in layout.CONSUMER_STEP:
                 if state.mark == "RaiseMaximum" and step != RAISED:
                     continue
                 raised = state.mark == "Softmax" and step == RAISED
                 b.put(lane, "step", done + step, state.mark, 30 if raised else None)
-        for name in names[9:] if count else names[-1:]:
+        for name in (*(LAST_OUTPUT if own else ()), *ALWAYS[4:]):
             b.put(lane, "tile", tile, name)
         done += count
     b.put(lane, "tile", len(blocks), "AwaitTile")
@@ -92,7 +100,7 @@ def produce(b: Buffer, blocks: list[int]) -> None:
     done = 0
     for tile, count in enumerate(blocks):
         b.put(PRODUCER, "tile", tile, "AwaitTile")
-        for step in range(count + 1 if count else 0):
+        for step in range(count + 1):
             if step < count:
                 b.put(PRODUCER, "step", done + step, "AwaitKSlot")
                 b.put(PRODUCER, "step", done + step, "IssueK")
@@ -107,41 +115,57 @@ def produce(b: Buffer, blocks: list[int]) -> None:
     b.finish(PRODUCER, len(blocks), done)
 
 
-def schedule(b: Buffer, blocks: list[int]) -> None:
-    for tile, count in enumerate(blocks):
+def schedule(b: Buffer, blocks: list[int], tile_size: dict[str, int]) -> None:
+    for tile in range(len(blocks) + 1):  # the last request finds no tile
         for state in layout.SCHEDULER_TILE:
             if state.mark != "Take" or tile > 0:
                 b.put(SCHEDULER, "tile", tile, state.mark)
+    for tile, count in enumerate(blocks):
+        last = UNSEEING + tile_size["block_n"] * count  # one past the tile's last row
         row = b.row(SCHEDULER, "tile", tile)
-        b.rows[row, layout.NOTES : layout.NOTES + 7] = tile, 0, 128 * tile, 1, 1 + count, 0, 99
-    b.put(SCHEDULER, "tile", len(blocks), "AwaitRequest")
+        notes = tile, 0, last - tile_size["block_m"], 0, count, 0, 99
+        b.rows[row, layout.NOTES : layout.NOTES + len(notes)] = notes
     b.finish(SCHEDULER, len(blocks), 0)
 
 
 def words(
-    blocks: list[list[int]], consumers: int = 2, tile_rows: int = 8, step_rows: int = 64
+    blocks: list[list[int] | None], tile: dict[str, int], tile_rows: int, step_rows: int
 ) -> np.ndarray:
-    """The buffer of a launch: of each thread block, the key blocks of its tiles; [] did not run."""
+    """The buffer of a launch: of each thread block, the key blocks of its tiles; None did not run.
+
+    The last row of a tile sees the last key of its last block, each row before it one key less.
+    """
+    consumers = tile["consumers"]
     lanes = CONSUMER + consumers
     shape = (len(blocks), rows_of_block(lanes, tile_rows, step_rows), WORDS)
     buffer = np.zeros(shape, np.uint32)
     for number, tiles in enumerate(blocks):
-        if not tiles:
+        if tiles is None:
             continue
         b = Buffer(buffer[number], tile_rows, step_rows, lag=5)
         b.clocks(0, 0)
         b.rows[0, [layout.SM, layout.BEGAN]] = 100 + number, 1
-        schedule(b, tiles)
+        schedule(b, tiles, tile)
         produce(b, tiles)
         for consumer in range(consumers):
             b.cycles[CONSUMER + consumer] += 150 * consumer
-            consume(b, CONSUMER + consumer, tiles)
+            unseen = 64 * (consumers - 1 - consumer) // tile["block_n"]
+            skipped = [min(unseen, count) for count in tiles]
+            consume(b, CONSUMER + consumer, tiles, skipped)
     return buffer
 
 
 def recording(
-    blocks: list[list[int]], consumers: int = 2, tile_rows: int = 8, step_rows: int = 64
+    blocks: list[list[int] | None],
+    consumers: int = 2,
+    block_n: int | None = None,
+    tile_rows: int = 8,
+    step_rows: int = 64,
 ) -> Recording:
-    buffer = words(blocks, consumers, tile_rows, step_rows)
-    facts = FACTS | {"tile": TILE | {"consumers": consumers}}
-    return Recording.from_words(buffer, CONSUMER + consumers, tile_rows, step_rows, facts)
+    """Tiles of 64 rows a consumer and, if not said, as many keys: then none skips a block."""
+    rows = 64 * consumers
+    tile = TILE | {"consumers": consumers, "block_m": rows, "block_n": block_n or rows}
+    buffer = words(blocks, tile, tile_rows, step_rows)
+    return Recording.from_words(
+        buffer, CONSUMER + consumers, tile_rows, step_rows, FACTS | {"tile": tile}
+    )

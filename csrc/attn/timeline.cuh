@@ -4,7 +4,7 @@
 // Layout    uint32 words in rows of 16. Each block has one row of its own, then for each lane (a
 //           role) one end row, tile_rows + 1 rows for its tiles and step_rows + 1 for its steps.
 // Marks     every mark has its place: the lane, the count of the tile or step, the word. Nothing is
-//           counted or waited for; a mark is a clock reading and a store.
+//           counted or waited for; a mark is a clock reading and a store. A word of 0 is no mark.
 // Overflow  rows past the capacity go to the spare last row; the end row says how many there were.
 // Reader    python/attnscope/timeline/recording.py.
 #pragma once
@@ -38,12 +38,11 @@ class Timeline {
 
   // A state of tile number `tile` begins.
   __device__ __forceinline__ void tile(int tile, int mark) const {
-    put(tile_row(tile), mark, ptx::clock_low());
+    put(tile_row(tile), mark, now());
   }
   // A state of step number `step` begins.
   __device__ __forceinline__ void step(int step, int mark) const {
-    put(first_row_ + 2 + g_timeline.tile_rows + min(step, g_timeline.step_rows), mark,
-        ptx::clock_low());
+    put(first_row_ + 2 + g_timeline.tile_rows + min(step, g_timeline.step_rows), mark, now());
   }
   // What tile number `tile` is.
   __device__ __forceinline__ void note(int tile, int word, int value) const {
@@ -63,6 +62,7 @@ class Timeline {
   }
 
  private:
+  static __device__ __forceinline__ uint32_t now() { return max(ptx::clock_low(), 1u); }
   __device__ __forceinline__ int tile_row(int tile) const {
     return first_row_ + 1 + min(tile, g_timeline.tile_rows);
   }

@@ -13,9 +13,9 @@ struct Lane {
 struct SchedulerTile {
   enum : int {
     kAwaitRequest,  // the producer has not asked for it yet
-    kTake,          // takes one from the counter and works out what it is
+    kTake,          // takes its number from the counter
     kAwaitSlot,     // the consumers still read the one two before
-    kHand,          // writes it down for the others
+    kHand,          // works out what it is and writes it down; those without keys it does itself
     // What it is.
     kHead = 8,
     kBatch,
@@ -35,13 +35,15 @@ struct ProducerStep {
   enum : int { kAwaitKSlot, kIssueK, kAwaitVSlot, kIssueV };
 };
 
-// The first block of keys has no products to run under and the last P V no softmax: both belong to
-// the tile. Steps are the blocks after the first.
+// The first block of a consumer's own has no products to run under and the last P V no softmax:
+// both belong to the tile, as do the blocks that only other consumers' rows see. Steps are its own
+// blocks after the first. A consumer without any marks nothing from kAwaitK to kAwaitOutput.
 struct ConsumerTile {
   enum : int {
     kAwaitTile,
     kPrepare,
     kAwaitQ,
+    kSkipFirst,  // blocks before its own
     kAwaitK,
     kIssueScores,
     kAwaitScores,
@@ -51,9 +53,8 @@ struct ConsumerTile {
     kAwaitLastV,
     kIssueOutput,
     kAwaitOutput,
+    kSkipLast,  // blocks after its own
     kEpilogue,
-    kSkipFirst,  // blocks that other consumers' rows see: those before its own,
-    kSkipLast,   // those after
   };
 };
 

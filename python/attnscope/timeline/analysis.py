@@ -17,7 +17,6 @@ from attnscope.timeline.recording import Recording, Track
 # whitepaper), base-2 exponentials (CUDA programming guide, arithmetic throughput).
 TENSOR_FLOPS = 4096
 EXPONENTIALS = 16
-ROWS = 64  # of a consumer
 
 Cycles = NDArray[np.int64]
 
@@ -117,7 +116,8 @@ def costs(consumer: Track) -> dict[str, Cycles]:
 
     step: from issuing S to issuing the next S of the tile; step_raised: the same where the softmax
     was done by a new maximum (masked blocks always are). begin: from taking a tile to its first
-    step; end: its last P V; epilogue; between: from the end of one tile to taking the next.
+    step; end: its last P V; epilogue: all three of tiles in which the consumer has key blocks of
+    its own; between: from the end of one tile to taking the next.
     """
     issue = np.flatnonzero(consumer.of("step.IssueScores"))
     took = np.diff(consumer.begin[issue])
@@ -126,24 +126,26 @@ def costs(consumer: Track) -> dict[str, Cycles]:
     rises = np.flatnonzero(consumer.of("step.RaiseMaximum"))
     raised[np.searchsorted(issue, rises, side="right") - 1] = True
 
+    own = np.isin(consumer.tile, consumer.tile[consumer.of("tile.IssueScores")])
+
     def by_tile(*marks: str) -> Cycles:
-        at = consumer.of(*marks)
+        at = consumer.of(*marks) & own
         return np.bincount(consumer.tile[at], consumer.cycles[at])[np.unique(consumer.tile[at])]
 
-    begins = [f"tile.{state.mark}" for state in layout.CONSUMER_TILE[1 : layout.FIRST_STEPS + 1]]
+    begins = [f"tile.{state.mark}" for state in layout.CONSUMER_TILE[1 : layout.FIRST_BLOCK.stop]]
     return {
         "step": took[same & ~raised[:-1]],
         "step_raised": took[same & raised[:-1]],
         "begin": by_tile(*begins),
         "end": by_tile("tile.AwaitLastV", "tile.IssueOutput", "tile.AwaitOutput"),
         "epilogue": by_tile("tile.Epilogue"),
-        "between": by_tile("tile.AwaitTile"),
+        "between": consumer.cycles[consumer.of("tile.AwaitTile")],
     }
 
 
 def step_floors(tile: dict[str, Any]) -> dict[str, float]:
     """Least cycles that a step of all consumers takes: by the tensor cores, by exponentials."""
-    scores = tile["consumers"] * ROWS * tile["block_n"]
+    scores = tile["consumers"] * layout.ROWS * tile["block_n"]
     return {
         "tensor_cores": 4 * scores * tile["head_dim"] / TENSOR_FLOPS,
         "exponentials": scores / EXPONENTIALS,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from attnscope.bench.figures import INK, RC
 from attnscope.timeline import layout
@@ -53,7 +54,7 @@ def draw_block(recording: Recording, summary: Mapping[str, Any], block: int) -> 
     from matplotlib.patches import Patch
 
     tracks = recording.tracks(recording.place(block))
-    chosen = windows(tracks[CONSUMER])
+    chosen = windows(max(tracks[CONSUMER:], key=lambda track: len(_issues(track))))
     key_ends = recording.notes(recording.place(block))[:, layout.TILE_NOTES.index("end")]
     height = 0.5 * len(tracks) + 0.75
     with matplotlib.rc_context(RC):
@@ -80,7 +81,7 @@ def windows(consumer: Track) -> list[Window]:
     Where a block has one tile alone, its end is shown instead of a change; where no tile has two
     steps, there is only the change.
     """
-    starts = np.flatnonzero(consumer.of("tile.IssueScores", "step.IssueScores"))
+    starts = _issues(consumer)
     if not len(starts):
         raise ValueError("recording: the consumer issued nothing that could be drawn")
     tiles, sizes = np.unique(consumer.tile[starts], return_counts=True)
@@ -106,6 +107,11 @@ def windows(consumer: Track) -> list[Window]:
     end = min(change + STEPS_AFTER * step, float(consumer.end[-1]))
     found.append(Window("From one tile to the next" if end > change else "The end", begin, end))
     return found
+
+
+def _issues(consumer: Track) -> NDArray[np.intp]:
+    """Where it issues an S: one for each key block of its own."""
+    return np.flatnonzero(consumer.of("tile.IssueScores", "step.IssueScores"))
 
 
 def _draw_window(axis: Axes, tracks: Sequence[Track], window: Window, key_ends: Any) -> None:

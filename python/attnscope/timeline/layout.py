@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 WORDS = 16  # uint32 of a row; see csrc/attn/timeline.cuh
+ROWS = 64  # query rows of a consumer
 SCHEDULER, PRODUCER, CONSUMER = 0, 1, 2  # lanes; consumers have all from the third on
 
 # What a state is, for pictures and sums.
@@ -39,9 +40,9 @@ class State:
 
 SCHEDULER_TILE = (
     State("AwaitRequest", "wait for the request", TILE_WAIT),
-    State("Take", "take a tile", ISSUE),
+    State("Take", "take the next tile", ISSUE),
     State("AwaitSlot", "wait for a slot", SLOT_WAIT),
-    State("Hand", "hand it out", ISSUE),
+    State("Hand", "work it out, hand it out", ISSUE),
 )
 PRODUCER_TILE = (
     State("AwaitTile", "wait for a tile", TILE_WAIT),
@@ -58,6 +59,7 @@ CONSUMER_TILE = (
     State("AwaitTile", "wait for a tile", TILE_WAIT),
     State("Prepare", "clear O", OUTPUT),
     State("AwaitQ", "wait for Q", LOAD_WAIT),
+    State("SkipFirst", "skip others' first blocks", SLOT_WAIT),
     State("AwaitK", "wait for first K", LOAD_WAIT),
     State("IssueScores", "issue first S", ISSUE, scores=True),
     State("AwaitScores", "wait for first S", TENSOR_WAIT, scores=True),
@@ -67,6 +69,7 @@ CONSUMER_TILE = (
     State("AwaitLastV", "wait for last V", LOAD_WAIT),
     State("IssueOutput", "issue last P V", ISSUE, output=True),
     State("AwaitOutput", "wait for last P V", TENSOR_WAIT, output=True),
+    State("SkipLast", "skip others' last blocks", SLOT_WAIT),
     State("Epilogue", "epilogue", OUTPUT),
 )
 CONSUMER_STEP = (
@@ -89,22 +92,27 @@ TILE_NOTES = ("head", "batch", "first_row", "begin", "end", "full_begin", "full_
 SM, CLOCK, TIMER, TILES, STEPS = 0, 1, 3, 5, 6
 BEGAN = TILES  # 1 in the row of a block that ran
 
-# The last mark of CONSUMER_TILE that comes before the steps.
-FIRST_STEPS = 8
+# Marks that are not always left, and the words of CONSUMER_TILE that are of a consumer's own key
+# blocks: of the first, which the steps follow, and of all.
+TAKE = [state.mark for state in SCHEDULER_TILE].index("Take")  # the first tile is not taken
+RAISE_MAXIMUM = [state.mark for state in CONSUMER_STEP].index("RaiseMaximum")
+_CONSUMER_MARKS = [state.mark for state in CONSUMER_TILE]
+FIRST_BLOCK = range(_CONSUMER_MARKS.index("AwaitK"), _CONSUMER_MARKS.index("AwaitLastV"))
+OWN_BLOCKS = range(_CONSUMER_MARKS.index("AwaitK"), _CONSUMER_MARKS.index("SkipLast"))
 
 
-def _codes(tile: tuple[State, ...], step: tuple[State, ...] = ()) -> tuple[State, ...]:
+TILE_STATES = {"scheduler": SCHEDULER_TILE, "producer": PRODUCER_TILE, "consumer": CONSUMER_TILE}
+STEP_STATES = {"scheduler": (), "producer": PRODUCER_STEP, "consumer": CONSUMER_STEP}
+
+
+def _codes(tile: tuple[State, ...], step: tuple[State, ...]) -> tuple[State, ...]:
     """States of a role: of a tile as their word, of a step as WORDS + their word."""
     gap = tuple(State("", "", "") for _ in range(WORDS - len(tile)))
     return (*tile, *gap, *step)
 
 
 # State of each code of a track, by role.
-STATES = {
-    "scheduler": _codes(SCHEDULER_TILE),
-    "producer": _codes(PRODUCER_TILE, PRODUCER_STEP),
-    "consumer": _codes(CONSUMER_TILE, CONSUMER_STEP),
-}
+STATES = {role: _codes(tile, STEP_STATES[role]) for role, tile in TILE_STATES.items()}
 
 
 def role_of(lane: int) -> str:

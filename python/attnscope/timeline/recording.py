@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from attnscope.timeline import layout
 from attnscope.timeline.layout import CONSUMER, PRODUCER, SCHEDULER, WORDS
 
 Words = NDArray[np.uint32]
-FORMAT = 1
+FORMAT = 2
 ARRAYS = ("blocks", "head", "ends", "tiles", "steps")
 
 
@@ -137,6 +137,21 @@ class Recording:
         notes = self.notes(at).astype(np.int64)
         return np.maximum(notes[:, end] - notes[:, begin], 0)
 
+    def own_blocks(self, at: int) -> NDArray[np.int64]:
+        """Key blocks that the rows of each consumer see, of each recorded tile: [tiles, consumers].
+
+        Worked out from the workload, not from marks. There is no window, so they are the last that
+        the tile visits: the kernel goes from high keys to low.
+        """
+        work, tile = self.facts["workload"], self.facts["tile"]
+        first_row = self.notes(at)[:, layout.TILE_NOTES.index("first_row")].astype(np.int64)
+        first = first_row[:, None] + layout.ROWS * np.arange(tile["consumers"])
+        end = np.minimum(first + layout.ROWS, work["seqlen_q"])
+        keys = work["seqlen_k"]
+        if work["causal"]:
+            keys = np.clip(end + work["seqlen_k"] - work["seqlen_q"], 0, keys)
+        return np.where(first < end, -(-keys // tile["block_n"]), 0)
+
     def _whole_tiles(self, at: int) -> NDArray[np.int64]:
         """Of each lane, how many tiles from the first are recorded with all their steps."""
         fit = int((np.cumsum(self.key_blocks(at)) <= self.steps.shape[2] - 1).sum())
@@ -147,42 +162,40 @@ class Recording:
     def track(self, at: int, lane: int) -> Track:
         """The track of a lane of the block held at `at`, up to the last tile recorded whole.
 
-        Raises ValueError where marks run backwards or disagree with the counts of the lane: then
-        the reader and the kernel are not of the same sources.
+        Raises ValueError where marks are missing, run backwards or disagree with the counts of the
+        lane: then the reader and the kernel are not of the same sources.
         """
-        whole = int(self._whole_tiles(at)[lane])
-        count = int(self.tile_counts[at, lane])
+        whole, count = int(self._whole_tiles(at)[lane]), int(self.tile_counts[at, lane])
+        stopped = whole == count
+        name = f"{layout.lane_name(lane)} of block {self.blocks[at]}"
         blocks = self.key_blocks(at)
-        if lane >= PRODUCER and whole == count and self.step_counts[at, lane] != blocks.sum():
+        if lane >= PRODUCER and stopped and self.step_counts[at, lane] != blocks.sum():
             raise ValueError(
-                f"recording: {layout.lane_name(lane)} of block {self.blocks[at]} did "
-                f"{self.step_counts[at, lane]} steps, its tiles have {blocks.sum()}"
+                f"recording: {name} did {self.step_counts[at, lane]} steps, its tiles have "
+                f"{blocks.sum()}"
             )
-        keys, codes, tile, step, marks = _in_order(
-            layout.role_of(lane), self.tiles[at, lane], self.steps[at, lane], blocks[:whole], whole
-        )
-        order = np.lexsort(keys[::-1])
-        order = order[marks[order] != 0]
-        begin = self._cycles(at, marks[order])
-        codes, tile, step = codes[order], tile[order], step[order]
-        done = int(self._cycles(at, self.ends[at, lane, layout.CLOCK]))
-        if whole < self.tiles.shape[2] - 1:
-            following = self._cycles(at, self.tiles[at, lane, whole, 0])
-            end = np.append(begin[1:], following)
-            if whole == count:  # the wait for a tile that never came
-                begin, end = np.append(begin, following), np.append(end, done)
-                codes, tile, step = np.append(codes, 0), np.append(tile, whole), np.append(step, -1)
-        elif whole == count:
-            end = np.append(begin[1:], done)
+        own = self.own_blocks(at)[:, lane - CONSUMER] if lane >= CONSUMER else blocks
+        tiles, steps = self.tiles[at, lane, : whole + stopped], self.steps[at, lane]
+        marks = _in_order(layout.role_of(lane), tiles, steps, blocks[:whole], own[:whole])
+        wrong = np.flatnonzero(marks.due != (marks.mark != 0))
+        if wrong.size:
+            code, tile = marks.code[wrong[0]], marks.tile[wrong[0]]
+            raise ValueError(
+                f"recording: {name} {'lost' if marks.due[wrong[0]] else 'should not have'} its "
+                f"mark {layout.STATES[layout.role_of(lane)][code].mark} in tile {tile}"
+            )
+        code, tile = marks.code[marks.due], marks.tile[marks.due]
+        step, begin = marks.step[marks.due], self._cycles(at, marks.mark[marks.due])
+        if stopped:
+            end = np.append(begin[1:], self._cycles(at, self.ends[at, lane, layout.CLOCK]))
+        elif whole < self.tiles.shape[2] - 1:
+            end = np.append(begin[1:], self._cycles(at, self.tiles[at, lane, whole, 0]))
         else:  # when the last state ended is not known
             begin, end = begin[:-1], begin[1:]
-            codes, tile, step = codes[:-1], tile[:-1], step[:-1]
+            code, tile, step = code[:-1], tile[:-1], step[:-1]
         if (end < begin).any():
-            raise ValueError(
-                f"recording: marks of {layout.lane_name(lane)} of block {self.blocks[at]} run "
-                "backwards"
-            )
-        return Track(lane, codes.astype(np.int8), begin, end, tile, step)
+            raise ValueError(f"recording: marks of {name} run backwards")
+        return Track(lane, code, begin, end, tile, step)
 
     def tracks(self, at: int) -> list[Track]:
         return [self.track(at, lane) for lane in range(self.ends.shape[1])]
@@ -229,54 +242,63 @@ def _wide(row: Words, word: int) -> int:
     return int(row[word]) | int(row[word + 1]) << 32
 
 
+class _Marks(NamedTuple):
+    """Places for marks: code, tile, step as in a track; whether a mark is due; the mark, or 0."""
+
+    code: NDArray[np.int8]
+    tile: NDArray[np.int32]
+    step: NDArray[np.int32]
+    due: NDArray[np.bool_]
+    mark: Words
+
+
 def _in_order(
-    role: str, tiles: Words, steps: Words, blocks: NDArray[np.int64], whole: int
-) -> tuple[tuple[NDArray, ...], NDArray, NDArray, NDArray, NDArray]:
-    """Marks of a lane's first `whole` tiles, and keys that sort them in the order of the program.
+    role: str, tiles: Words, steps: Words, blocks: NDArray[np.int64], own: NDArray[np.int64]
+) -> _Marks:
+    """All places for marks of a lane, in the order of the program.
 
-    Returns the keys, most significant first, then codes, tiles, steps and marks.
+    `blocks` are the key blocks of the tiles, `own` the last of these, which the lane works on. One
+    more row of `tiles` is that of the request that was answered with no tile.
     """
-    parts: list[tuple[Any, ...]] = []  # tile, phase, step, word, code, shown step, mark
+    parts: list[tuple[Any, ...]] = []
 
-    def add(
-        tile: Any, phase: Any, step: Any, word: Any, code: Any, shown: Any, mark: Words
-    ) -> None:
-        columns = (tile, phase, step, word, code, shown, mark)
-        parts.append(tuple(np.broadcast_to(c, mark.shape).ravel() for c in columns))
+    def add(mark: Words, due: Any, *columns: Any) -> None:
+        """Columns: tile, phase, step in the phase, order in the step, code, shown step."""
+        row = (*columns, due, mark)
+        parts.append(tuple(np.broadcast_to(column, mark.shape).ravel() for column in row))
 
-    number = np.arange(whole)[:, None]
+    names = layout.TILE_STATES[role]
+    word, number = np.arange(len(names))[None], np.arange(len(tiles))[:, None]
+    marks = tiles[:, : word.size]
+    handed = number < len(blocks)
     if role == "scheduler":
-        word = np.arange(len(layout.SCHEDULER_TILE))[None]
-        add(number, 0, 0, word, word, -1, tiles[:whole, : word.size])
+        add(marks, (word != layout.TAKE) | (number > 0), number, 0, 0, word, word, -1)
         blocks = blocks[:0]
-    elif role == "producer":
-        word = np.arange(len(layout.PRODUCER_TILE))[None]
-        # Q is asked for after the first K.
-        add(number, np.where(word > 0, 1, 0), 0, np.where(word > 0, 2, 0) + word, word, -1,
-            tiles[:whole, : word.size])  # fmt: skip
+    elif role == "producer":  # Q is asked for after the first K
+        late = word > 0
+        add(marks, handed | ~late, number, late, 0, np.where(late, 2, 0) + word, word, -1)
     else:
-        word = np.arange(len(layout.CONSUMER_TILE))[None]
-        shown = np.where(blocks[:whole, None] > 0, 0, -1)
-        first = (word >= 4) & (word <= layout.FIRST_STEPS)
-        add(number, np.where(word > layout.FIRST_STEPS, 2, 0), 0, word, word,
-            np.where(first, shown, -1), tiles[:whole, : word.size])  # fmt: skip
+        skipped = np.append(blocks - own, 0)[number]
+        of_blocks = np.isin(word, layout.OWN_BLOCKS)
+        due = np.where(of_blocks, np.append(own > 0, False)[number], handed | (word == 0))
+        shown = np.where(np.isin(word, layout.FIRST_BLOCK), skipped, -1)
+        phase = np.where(word < layout.FIRST_BLOCK.stop, 0, 2)
+        add(marks, due, number, phase, 0, word, word, shown)
 
     if blocks.size:
         owner = np.repeat(np.arange(blocks.size), blocks)[:, None]
-        inside = (
-            np.arange(owner.size)[:, None] - np.repeat(np.cumsum(blocks) - blocks, blocks)[:, None]
-        )
-        held = steps[: owner.size]
-        if role == "producer":
-            word = np.arange(len(layout.PRODUCER_STEP))[None]
-            late = word >= 2  # V of a block comes in the round of the next block's K
-            add(owner, 1, inside + late, np.where(late, 8, 0) + word, WORDS + word, inside,
-                held[:, : word.size])  # fmt: skip
-        else:
-            word = np.arange(len(layout.CONSUMER_STEP))[None]
-            later = held[:, : word.size].copy()
-            later[inside[:, 0] == 0] = 0  # the first block is marked as part of the tile
-            add(owner, 1, inside, word, WORDS + word, inside, later)
+        inside = np.arange(owner.size)[:, None] - (np.cumsum(blocks) - blocks)[owner]
+        word = np.arange(len(layout.STEP_STATES[role]))[None]
+        marks = steps[: owner.size, : word.size]
+        if role == "producer":  # V of a block comes in the round of the next block's K
+            late = word >= 2
+            add(marks, True, owner, 1, inside + late, np.where(late, 8, 0) + word, WORDS + word,
+                inside)  # fmt: skip
+        else:  # the first block is marked as part of the tile
+            due = inside > (blocks - own)[owner]
+            due = due & ((word != layout.RAISE_MAXIMUM) | (marks != 0))
+            add(marks, due, owner, 1, inside, word, WORDS + word, inside)
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-    *keys, code, shown, mark = columns
-    return tuple(keys), code.astype(np.int8), keys[0].astype(np.int32), shown.astype(np.int32), mark
+    order = np.lexsort(columns[3::-1])
+    tile, *_, code, step, due, mark = (column[order] for column in columns)
+    return _Marks(code.astype(np.int8), tile.astype(np.int32), step.astype(np.int32), due, mark)

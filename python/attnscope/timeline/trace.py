@@ -71,7 +71,7 @@ def in_flight(track: Track, field: str) -> list[tuple[int, int]]:
     marks = ("IssueScores",) if field == "scores" else ("IssueOutput",)
     starts = track.of(*(f"{part}.{mark}" for part in ("tile", "step") for mark in marks))
     first = np.flatnonzero(on & (starts | ~np.append(False, on[:-1])))
-    after = np.append(first[1:], len(on))
+    after = np.append(first, len(on))[1:]
     spans = []
     for begin, limit in zip(first, after, strict=True):
         run = on[begin:limit]
