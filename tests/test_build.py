@@ -79,7 +79,7 @@ def test_one_wheel_serves_every_python(tmp_path):
         archive.extractall(tmp_path / "site")
     built = {"attnscope/kernels.json", *(f"attnscope/{library.name}" for library in LIBRARIES)}
     assert built <= names
-    assert {Path(name).suffix for name in names} <= {".py", ".so", ".json", ".yaml", ".html"}
+    assert {Path(name).suffix for name in names} <= {".py", ".so", ".json", ".yaml", ".j2"}
     assert all(name.startswith("attnscope/") for name in names)
 
     script = "import attnscope; print(attnscope.__file__)"

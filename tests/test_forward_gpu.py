@@ -112,6 +112,13 @@ def test_packed_batches(target, mask):
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "band"])
+def test_packed_batches_of_many_sequences(target, mask):
+    seqlens = [(37 * (i % 9), 11 * (i % 13)) for i in range(100)]
+    heads = {"heads_q": 4, "heads_kv": 2}
+    assert_workload_passes(target, seqlens=seqlens, head_dim=64, **heads, **MASKS[mask])
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "band"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_packed_batches_of_long_sequences(target, head_dim, mask):
     seqlens = [(65, 65), (0, 9), (4200, 4100), (7, 0), (1100, 1500)]

@@ -14,9 +14,13 @@ COMMANDS = {
     "compare": ("attnscope.bench.compare:compare_command", "Compare two result files."),
     "plot": ("attnscope.bench.plots:plot_command", "Draw the figures of a result file."),
     "export": ("attnscope.bench.command:export_command", "Write a result file as CSV or parquet."),
+    "profile": ("attnscope.profile.command:profile_command", "Show where GPU time went."),
+    "timeline": ("attnscope.timeline.command:timeline_command", "Show a kernel from inside."),
     "kernels": ("attnscope.kernels:kernels_command", "Show what every CUDA kernel uses."),
     "env": ("attnscope.doctor:env_command", "Show what is installed, what runs, what is missing."),
 }
+# Of commands that pass words on to another program: options end where its name stands.
+PASSING = ("profile",)
 
 
 def build(wanted: str | None) -> typer.Typer:
@@ -27,7 +31,10 @@ def build(wanted: str | None) -> typer.Typer:
     for name, (target, summary) in COMMANDS.items():
         if name == wanted:
             module, function = target.split(":")
-            app.command(name)(getattr(importlib.import_module(module), function))
+            settings = {"allow_interspersed_args": name not in PASSING}
+            app.command(name, context_settings=settings)(
+                getattr(importlib.import_module(module), function)
+            )
         else:
             app.command(name, help=summary)(lambda: None)
     app.callback()(lambda: None)

@@ -296,8 +296,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
                                          lane / 8 % 2));
     if (scores.transform) {
 #pragma unroll
-      for (int m = 0; m < Config::kRowTiles; ++m)
-        transform_scores(acc.s[m], scores);
+      for (int m = 0; m < Config::kRowTiles; ++m) transform_scores(acc.s[m], scores);
     }
     if (block < range.full_begin || block >= range.full_end) {
 #pragma unroll

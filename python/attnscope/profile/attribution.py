@@ -1,0 +1,240 @@
+"""Who owns GPU time: kernels joined to ops, ranges, modules and Python lines, each counted once.
+
+The join is launch call -> innermost op open on its thread, by CUPTI's correlation id and time; the
+external id that the profiler wrote on the kernel is the cross-check. `key_averages()` plays no
+part.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from functools import cached_property
+
+from attnscope.profile.trace import CpuEvent, GpuEvent, Trace
+
+GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
+MODULE = "nn.Module: "
+ENGINE = "autograd::engine::evaluate_function: "
+
+
+class Attribution:
+    """The owners of every piece of GPU work of a trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self._ops = {e.external_id: e for e in trace.cpu if e.kind == "op" and e.external_id}
+        self._open = _open_ranges(trace.cpu)
+        self._by_thread: dict[int, list[CpuEvent]] = defaultdict(list)
+        for event in trace.cpu:
+            self._by_thread[event.thread].append(event)
+        self._starts = {t: [e.start for e in events] for t, events in self._by_thread.items()}
+
+    # Owners
+
+    def op(self, work: GpuEvent) -> CpuEvent | None:
+        """The innermost op that launched GPU work, None for work outside every op.
+
+        The external id wins where it names an op of the launching thread: it was on CUPTI's stack
+        at the launch, while times come from two clocks.
+        """
+        named = self._ops.get(work.external_id)
+        if named and (work.launch < 0 or self.trace.cpu[work.launch].thread == named.thread):
+            return named
+        return self._op_by_time(work)
+
+    def _op_by_time(self, work: GpuEvent) -> CpuEvent | None:
+        return next((e for e in self.trace.ancestors(work) if e.kind == "op"), None)
+
+    def op_at(self, thread: int, time: int) -> CpuEvent | None:
+        """The innermost op that a thread was in at a time."""
+        at = bisect_left(self._starts.get(thread, []), time + 1) - 1
+        if at < 0:
+            return None
+        last = self._by_thread[thread][at]
+        around = (last, *self.trace.ancestors(last))
+        return next((e for e in around if e.kind == "op" and e.end > time), None)
+
+    @cached_property
+    def disagreements(self) -> list[GpuEvent]:
+        """Kernels whose launch lies, by time, in another op than their external id says."""
+        return [
+            k for k in self.trace.kernels if k.launch >= 0 and self.op(k) is not self._op_by_time(k)
+        ]
+
+    def replay(self, work: GpuEvent) -> CpuEvent | None:
+        """The call that replayed the CUDA graph which GPU work belongs to, None outside graphs."""
+        if work.launch < 0:
+            return None
+        launch = self.trace.cpu[work.launch]
+        return launch if launch.name.startswith(GRAPH_LAUNCHES) else None
+
+    # Ranges
+
+    def ranges(self, event: CpuEvent | GpuEvent) -> tuple[CpuEvent, ...]:
+        """The ranges around an event (around the launch, for GPU work), outermost first.
+
+        Work of autograd's threads is also inside the ranges that were open, meanwhile, on the
+        thread that called backward.
+        """
+        if isinstance(event, GpuEvent):
+            if event.launch < 0:
+                op = self.op(event)
+                return self.ranges(op) if op else ()
+            event = self.trace.cpu[event.launch]
+        own = tuple(self.trace.cpu[at] for at in self._open[event.index])
+        caller = self._caller(event)
+        return own if caller is None else self._ranges_at(caller, event.start) + own
+
+    def _ranges_at(self, thread: int, time: int) -> tuple[CpuEvent, ...]:
+        """The ranges open on a thread at a time."""
+        at = bisect_left(self._starts[thread], time) - 1
+        if at < 0:
+            return ()
+        last = self._by_thread[thread][at]
+        around = [self.trace.cpu[i] for i in self._open[last.index]]
+        around += [last] if last.kind == "range" else []
+        return tuple(e for e in around if e.end > time)
+
+    def _caller(self, event: CpuEvent) -> int | None:
+        """The thread that waits in backward() for an event of an autograd thread, else None."""
+        if event.thread not in self._autograd_threads:
+            return None
+        engine = next((e for e in (event, *self.trace.ancestors(event)) if _is_engine(e)), None)
+        if engine is None:
+            return None
+        forward = self._forward_threads.get(engine.forward_thread)
+        others = [t for t in self._by_thread if t not in self._autograd_threads]
+        caller = forward if forward is not None else others[0] if len(others) == 1 else None
+        if caller is None or caller == event.thread:
+            return None
+        # A thread that runs ops of its own meanwhile is not waiting in backward(); the engine's
+        # own calls of the CUDA API there are no ops.
+        starts, events = self._starts[caller], self._by_thread[caller]
+        within = events[bisect_left(starts, engine.start) : bisect_left(starts, engine.end)]
+        return None if any(e.kind == "op" for e in within) else caller
+
+    @cached_property
+    def _autograd_threads(self) -> set[int]:
+        """Threads that do nothing but backward ops of the engine at their outermost level."""
+        outer = [e for e in self.trace.cpu if e.kind == "op" and e.parent < 0]
+        return {e.thread for e in outer} - {e.thread for e in outer if not _is_engine(e)}
+
+    # Forward of backward
+
+    @cached_property
+    def _forwards(self) -> dict[tuple[int, int], CpuEvent]:
+        """(thread, sequence number) -> forward op. The number is that of the next autograd node,
+        so the last op that carries it is the one that made the node."""
+        found = {}
+        for event in self.trace.cpu:
+            if event.kind == "op" and event.sequence >= 0 and not event.forward_thread:
+                found[event.thread, event.sequence] = event
+        return found
+
+    @cached_property
+    def _forward_threads(self) -> dict[int, int]:
+        """The profiler's number of a forward thread -> thread, by shared sequence numbers."""
+        wanted: dict[int, set[int]] = defaultdict(set)
+        for event in self.trace.cpu:
+            if event.forward_thread and event.sequence >= 0:
+                wanted[event.forward_thread].add(event.sequence)
+        threads = {}
+        for number, sequences in wanted.items():
+            hits = Counter(t for t, sequence in self._forwards if sequence in sequences)
+            if hits:
+                threads[number] = hits.most_common(1)[0][0]
+        return threads
+
+    def forward_op(self, event: CpuEvent) -> CpuEvent | None:
+        """The forward op that a backward op, or an op inside one, belongs to; None for others and
+        where the forward ran outside the window."""
+        for around in (event, *self.trace.ancestors(event)):
+            if around.forward_thread and around.sequence >= 0:
+                thread = self._forward_threads.get(around.forward_thread)
+                return None if thread is None else self._forwards.get((thread, around.sequence))
+        return None
+
+    # Python
+
+    def module(self, event: CpuEvent | GpuEvent) -> tuple[str, ...]:
+        """The nn.Modules around an event, outermost first, of the forward op for backward work.
+
+        Empty where modules were not recorded.
+        """
+        frames = self._frames(event)
+        return tuple(f.removeprefix(MODULE) for f in frames if f.startswith(MODULE))
+
+    def stack(self, event: CpuEvent | GpuEvent) -> tuple[str, ...]:
+        """The Python frames around an event, innermost last, of the forward op for backward work.
+
+        Empty where stacks were not recorded.
+        """
+        return tuple(f for f in self._frames(event) if not f.startswith(MODULE))
+
+    def _frames(self, event: CpuEvent | GpuEvent) -> tuple[str, ...]:
+        if isinstance(event, GpuEvent):
+            owner = self.op(event) or (self.trace.cpu[event.launch] if event.launch >= 0 else None)
+            if owner is None:
+                return ()
+            event = owner
+        forward = self.forward_op(event)
+        around = (event, *self.trace.ancestors(forward or event))
+        return tuple(e.name for e in reversed(around) if e.kind == "python")
+
+    # Sums over kernels; copies are apart
+
+    @cached_property
+    def total_ns(self) -> int:
+        return sum(k.duration for k in self.trace.kernels)
+
+    @cached_property
+    def unowned(self) -> list[GpuEvent]:
+        """Kernels that neither an op nor the replay of a graph launched."""
+        return [k for k in self.trace.kernels if self.op(k) is None and self.replay(k) is None]
+
+    @cached_property
+    def owned_ns(self) -> int:
+        """Time of the kernels launched by ops and by replays of CUDA graphs."""
+        return self.total_ns - sum(k.duration for k in self.unowned)
+
+    @cached_property
+    def replayed_ns(self) -> int:
+        """The part of owned_ns that belongs to replays outside every op."""
+        kernels = self.trace.kernels
+        return sum(k.duration for k in kernels if self.replay(k) and self.op(k) is None)
+
+    @property
+    def share(self) -> float | None:
+        """owned_ns of total_ns; None where no kernel ran."""
+        return self.owned_ns / self.total_ns if self.total_ns else None
+
+
+def busy_ns(events: Iterable[CpuEvent | GpuEvent]) -> int:
+    """Nanoseconds in which at least one of the events ran: the union, whatever overlaps."""
+    busy, until = 0, -1
+    for start, end in sorted((e.start, e.end) for e in events):
+        busy += max(0, end - max(start, until))
+        until = max(until, end)
+    return busy
+
+
+def _is_engine(event: CpuEvent) -> bool:
+    return event.kind == "op" and event.name.startswith(ENGINE)
+
+
+def _open_ranges(events: list[CpuEvent]) -> list[tuple[int, ...]]:
+    """For each event, the indices of the ranges open on its thread when it began, itself apart.
+
+    Not the chain of parents: ranges may overlap without one being inside the other.
+    """
+    now: dict[int, tuple[int, ...]] = {}
+    around = []
+    for event in events:
+        ranges = now.get(event.thread, ())
+        if any(events[at].end <= event.start for at in ranges):
+            ranges = tuple(at for at in ranges if events[at].end > event.start)
+        around.append(ranges)
+        now[event.thread] = (*ranges, event.index) if event.kind == "range" else ranges
+    return around

@@ -1,0 +1,154 @@
+"""The command `attnscope profile`: a script, a module or a recorded trace, as tables and files."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated
+
+import typer
+
+from attnscope.bench.command import bad_input
+from attnscope.bench.show import say
+from attnscope.profile.result import Profile
+from attnscope.profile.session import LostEvents, profile
+from attnscope.profile.tables import ProfileError
+
+INTERRUPTED = 130
+
+
+def profile_command(
+    script: Annotated[
+        str | None, typer.Argument(help="Script to run, or module with -m.", show_default=False)
+    ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Arguments of the script.", show_default=False)
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT names a module.")] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="Read this chrome trace of PyTorch's, run nothing.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for JSON, CSV, HTML and the chrome trace.")
+    ] = None,
+    shapes: Annotated[bool, typer.Option(help="Record shapes: FLOPs and MFU need them.")] = True,
+    stacks: Annotated[
+        bool, typer.Option("--stacks", help="Record Python lines and modules; slows Python.")
+    ] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Record allocations; a third more events.")
+    ] = False,
+    kineto: Annotated[
+        bool, typer.Option("--kineto", help="Show PyTorch's own table beside ours.")
+    ] = False,
+    retries: Annotated[
+        int, typer.Option(min=0, help="Runs of the script again when events were lost.")
+    ] = 1,
+    top: Annotated[int, typer.Option(min=1, help="Rows shown of each table.")] = 20,
+    sort: Annotated[
+        str | None, typer.Option(help="Column the operators are sorted by, such as self_gpu_us.")
+    ] = None,
+    full_names: Annotated[
+        bool, typer.Option("--full-names", help="Kernel symbols as they are.")
+    ] = False,
+) -> None:
+    """Run a script under the profiler, or read a trace, and say where the GPU time went.
+
+    Options stand before SCRIPT; what follows it is the script's own.
+
+    The exit code is that of the script, 1 where it fails or events were lost, 2 for bad input.
+    """
+    with bad_input("profile"):
+        if (trace is None) == (script is None):
+            raise ValueError("give a script to run, or --trace FILE; one of them")
+        if trace is not None:
+            if kineto:
+                raise ValueError("--kineto: a trace does not hold PyTorch's table; run the script")
+            found, code = Profile.read(trace), 0
+        else:
+            assert script is not None
+            run = _Script(script, arguments or [], module)
+            options = {"shapes": shapes, "stacks": stacks, "memory": memory, "kineto": kineto}
+            found, code = _record(run, retries, options)
+        try:
+            found.print(top=top, sort=sort, full_names=full_names)
+            if output is not None and not found.empty:
+                _write(found, output)
+        except ProfileError as error:
+            say(f"profile: {error}", "red")
+            code = code or 1
+    raise typer.Exit(code or int(found.incomplete is not None))
+
+
+class _Script:
+    """A script or module that runs in this process as if Python had been started with it."""
+
+    def __init__(self, target: str, arguments: list[str], module: bool) -> None:
+        if not module and not Path(target).is_file():
+            raise ValueError(f"script: there is no file {target!r}; a module needs -m")
+        self.target, self.arguments, self.module = target, arguments, module
+        self.name = target if module else Path(target).stem
+
+    def run(self) -> int:
+        """Run it to its end; the code it exits with, 1 for an exception, which is printed."""
+        before = sys.argv, sys.path[:]
+        sys.argv = [self.target, *self.arguments]
+        sys.path.insert(0, "" if self.module else str(Path(self.target).resolve().parent))
+        try:
+            if self.module:
+                runpy.run_module(self.target, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(self.target, run_name="__main__")
+        except SystemExit as end:
+            if isinstance(end.code, str):
+                print(end.code, file=sys.stderr)
+            return end.code if isinstance(end.code, int) else int(end.code is not None)
+        finally:
+            sys.argv, sys.path[:] = before
+        return 0
+
+    def frames(self, error: Exception) -> TracebackType | None:
+        """The frames of an error from the script's own first one on."""
+        frame = error.__traceback__
+        while frame and frame.tb_frame.f_globals.get("__name__") != "__main__":
+            frame = frame.tb_next
+        return frame or error.__traceback__
+
+
+def _record(run: _Script, retries: int, options: dict[str, bool]) -> tuple[Profile, int]:
+    """Run the script until nothing is lost, and say how it ended."""
+    code = 0
+    for left in range(retries, -1, -1):
+        try:
+            with profile(run.name, **options) as found:
+                found.unprofiled_reason = "the script ran under the profiler only"
+                code = run.run()
+        except LostEvents as error:
+            if left:
+                say(f"profile: {error}. Running the script again", "yellow", stderr=True)
+                continue
+        except ProfileError as error:
+            raise ValueError(str(error)) from None
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+        except Exception as error:
+            traceback.print_exception(error.with_traceback(run.frames(error)))
+            code = 1
+        break
+    return found, code
+
+
+def _write(found: Profile, folder: Path) -> None:
+    """Every table as CSV, everything as JSON, the page, and the chrome trace."""
+    from attnscope.profile.export import write_csv
+
+    write_csv(found, folder)
+    if len(links := found.links()):
+        links.to_csv(folder / "links.csv", index=False)
+    found.to_json(folder / "profile.json")
+    found.to_html(folder / "profile.html")
+    found.export_chrome_trace(folder / "trace.json")
+    say(f"wrote {', '.join(sorted(path.name for path in folder.iterdir()))} in {folder}")

@@ -1,0 +1,188 @@
+"""How well a GPU was used, estimated from a trace alone.
+
+The formulas are those of PyTorch's TensorBoard plug-in (kineto/tb_plugin, docs/gpu_utilization.md):
+
+- GPU utilisation: time in which at least one kernel ran, over wall time.
+- estimated SM efficiency: at each instant the blocks per SM of the running kernels, at most 1,
+  integrated, over wall time.
+- estimated achieved occupancy: the kernels' occupancies weighted by their durations.
+- tensor-core time share: time of kernels that use tensor cores, over time of all kernels.
+
+None of them is measured by hardware counters: a kernel can fill every SM and do little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from attnscope.profile.attribution import Attribution, busy_ns
+from attnscope.profile.breakdown import program_window
+from attnscope.profile.names import uses_tensor_cores
+from attnscope.profile.trace import GpuEvent
+
+# Most blocks that an SM holds, by compute capability (CUDA programming guide, technical
+# specifications); the trace does not say it.
+BLOCKS_PER_SM = {
+    (7, 0): 32, (7, 5): 16, (8, 0): 32, (8, 6): 16, (8, 7): 16, (8, 9): 24,
+    (9, 0): 32, (10, 0): 32, (12, 0): 24,
+}  # fmt: skip
+REGISTER_UNIT = 256  # registers are given to a warp in this many
+WARP_GROUPS = 4  # an SM's partitions, among which warps and registers are split
+SHARED_UNIT = 128  # bytes; shared memory is given to a block in this many
+RESERVED_SHARED = 1024  # bytes of each block that CUDA keeps, since compute capability 8.0
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """The figures of one GPU over one window; shares are 0 to 1, None with a reason in `reasons`.
+
+    occupancy is of all warps an SM can hold. `occupancy_from` says how many kernels have the
+    profiler's own estimate, and how many ours (where the trace says 0 or nothing).
+    """
+
+    gpu: int
+    wall_ns: int
+    busy_ns: int
+    kernel_ns: int
+    gpu_utilisation: float | None
+    sm_efficiency: float | None
+    occupancy: float | None
+    tensor_core_time_share: float | None
+    occupancy_from: str | None
+    reasons: Mapping[str, str]
+
+
+def efficiency(
+    attribution: Attribution, gpu: int | None = None, window: tuple[int, int] | None = None
+) -> Efficiency:
+    """The figures of GPU `gpu` (the one that was busiest) in `window` (the whole program).
+
+    A window is (start, end) in nanoseconds of the trace; kernels that begin in it count, and are
+    cut where it ends. Raises ValueError for a window that is empty.
+    """
+    trace = attribution.trace
+    start, end = program_window(trace) if window is None else window
+    if end <= start:
+        raise ValueError(f"window: is {window}; allowed: (start, end) with start < end")
+    inside = [k for k in trace.kernels if start <= k.start < end]
+    if gpu is None:
+        gpus = {kernel.device for kernel in inside}
+        gpu = max(gpus, key=lambda g: busy_ns(_of(inside, g)), default=0)
+    kernels = _of(inside, gpu)
+    wall, total = end - start, sum(kernel.duration for kernel in kernels)
+    if not kernels:
+        reasons = dict.fromkeys(_FIGURES, f"no kernel ran on GPU {gpu} in the window")
+        return Efficiency(gpu, wall, 0, 0, None, None, None, None, None, reasons)
+    busy = wall - _free(kernels, start, end)
+    device = next((d for d in trace.devices if d.get("id") == gpu), {})
+    reasons = {}
+    sm = _sm_efficiency(kernels, start, end)
+    if isinstance(sm, str):
+        reasons["sm_efficiency"] = sm
+    occupancies = [kernel_occupancy(kernel, device) for kernel in kernels]
+    occupancy = origin = None
+    if missing := next((found for found in occupancies if isinstance(found, str)), None):
+        reasons["occupancy"] = missing
+    else:
+        pairs = zip(occupancies, kernels, strict=True)
+        occupancy = sum(float(o) * k.duration for o, k in pairs) / total if total else None
+        theirs = sum(kernel.occupancy is not None for kernel in kernels)
+        origin = f"the profiler's for {theirs} kernels, estimated here for {len(kernels) - theirs}"
+    tensor = sum(k.duration for k in kernels if uses_tensor_cores(k.name))
+    return Efficiency(
+        gpu,
+        wall,
+        busy,
+        total,
+        busy / wall,
+        None if isinstance(sm, str) else sm,
+        occupancy,
+        tensor / total if total else None,
+        origin,
+        reasons,
+    )
+
+
+_FIGURES = ("gpu_utilisation", "sm_efficiency", "occupancy", "tensor_core_time_share")
+
+
+def _of(kernels: Sequence[GpuEvent], gpu: int) -> list[GpuEvent]:
+    return [kernel for kernel in kernels if kernel.device == gpu]
+
+
+def _free(kernels: Sequence[GpuEvent], start: int, end: int) -> int:
+    """Nanoseconds of the window in which none of the kernels ran."""
+    free, until = 0, start
+    for kernel in kernels:  # sorted by start
+        free += max(0, kernel.start - until)
+        until = max(until, kernel.end)
+    return free + max(0, end - until)
+
+
+def _sm_efficiency(kernels: Sequence[GpuEvent], start: int, end: int) -> float | str:
+    """Integral of min(1, blocks per SM of the running kernels) over the window, by its length."""
+    edges: list[tuple[int, float]] = []
+    for kernel in kernels:
+        if kernel.blocks_per_sm is None:
+            return "the trace does not say the kernels' blocks per SM"
+        blocks = kernel.blocks_per_sm
+        edges += [(kernel.start, blocks), (min(kernel.end, end), -blocks)]
+    edges.sort()
+    covered, now, before = 0.0, 0.0, start
+    for time, change in edges:
+        covered += min(1.0, max(0.0, now)) * (time - before)
+        now, before = now + change, time
+    return covered / (end - start)
+
+
+def kernel_occupancy(kernel: GpuEvent, device: Mapping[str, Any]) -> float | str:
+    """Estimated achieved occupancy of a kernel, 0 to 1, or why it cannot be told.
+
+    The profiler's estimate where the trace has one. It says 0 for shares below half a percent and
+    for kernels with more shared memory than a block gets by default; of these it is the theoretical
+    occupancy, or what the grid fills of an SM where that is less. `device` is an entry of the
+    trace's deviceProperties.
+    """
+    if kernel.occupancy is not None:
+        return kernel.occupancy / 100
+    theoretical = theoretical_occupancy(kernel, device)
+    if isinstance(theoretical, str):
+        return theoretical
+    if kernel.warps_per_sm is None:
+        return "the trace does not say the kernels' warps per SM"
+    slots = device["maxThreadsPerMultiprocessor"] // device["warpSize"]
+    return min(theoretical, kernel.warps_per_sm / slots)
+
+
+def theoretical_occupancy(kernel: GpuEvent, device: Mapping[str, Any]) -> float | str:
+    """Share of an SM's warps that blocks of a kernel can fill, 0 to 1, or why it cannot be told.
+
+    The least of the limits by warps, blocks, registers and shared memory (CUDA occupancy
+    calculator). Registers are those of the launch; a kernel may move them between its warps later.
+    """
+    if not kernel.block or kernel.registers is None or kernel.shared_bytes is None:
+        return "the trace does not say the kernels' block, registers and shared memory"
+    if "maxThreadsPerMultiprocessor" not in device:
+        return f"the trace has no properties of GPU {kernel.device}"
+    capability = (device["computeMajor"], device["computeMinor"])
+    if capability not in BLOCKS_PER_SM:
+        return f"compute capability {capability[0]}.{capability[1]}: its blocks per SM are unknown"
+    warps = -(-prod(kernel.block) // device["warpSize"])
+    slots = device["maxThreadsPerMultiprocessor"] // device["warpSize"]
+    blocks = min(BLOCKS_PER_SM[capability], slots // warps)
+    if kernel.registers:
+        each = _up(kernel.registers * device["warpSize"], REGISTER_UNIT)
+        by_group = device["regsPerMultiprocessor"] // WARP_GROUPS // each
+        blocks = min(blocks, by_group * WARP_GROUPS // warps)
+    reserved = RESERVED_SHARED if capability[0] >= 8 else 0
+    if shared := _up(kernel.shared_bytes + reserved, SHARED_UNIT):
+        blocks = min(blocks, device["sharedMemPerMultiprocessor"] // shared)
+    # It ran, so one block fits, whatever this model says.
+    return max(1, blocks) * warps / slots
+
+
+def _up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit

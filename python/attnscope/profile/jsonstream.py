@@ -1,0 +1,120 @@
+"""A large JSON object read as a stream: its members one by one, one long list item by item."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+CHUNK = 1 << 20
+# What does not decode within this is not JSON; no event of a profiler is longer.
+LONGEST_VALUE = 1 << 24
+
+
+class Number(str):
+    """A decimal number as it stands in the file, told from text by its type."""
+
+
+def plain(value: Any) -> Any:
+    """A JSON value with its decimal numbers as floats."""
+    if isinstance(value, Number):
+        return float(value)
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return value
+
+
+def members(file: IO[str], path: Path, key: str) -> Iterator[tuple[str, Any]]:
+    """Keys and values of the object in a file; of the list under `key`, item by item.
+
+    Decimal numbers come as `Number`. Raises ValueError, naming `path` and the place, for text that
+    is cut off, is not JSON, or is no object with a list under `key`.
+    """
+    text = _Text(file, path)
+    text.expect("{", f"an object with {key}")
+    found = False
+    while True:
+        name = text.value()
+        if not isinstance(name, str):
+            raise text.wrong(f"a key is expected, not {name!r:.40}")
+        text.expect(":", "after a key")
+        if name == key:
+            found = True
+            text.expect("[", f"{key} is a list")
+            if not text.accept("]"):
+                yield key, text.value()
+                while text.accept(","):
+                    yield key, text.value()
+                text.expect("]", "after an item")
+        else:
+            yield name, text.value()
+        if not text.accept(","):
+            text.expect("}", "after a value")
+            break
+    if not found:
+        raise ValueError(f"{path}: it has no {key}")
+
+
+class _Text:
+    """JSON tokens of a file that is held a chunk at a time."""
+
+    def __init__(self, file: IO[str], path: Path) -> None:
+        self.file, self.path = file, path
+        self.decoder = json.JSONDecoder(parse_float=Number, strict=False)
+        self.text, self.at, self.before = "", 0, 0
+
+    def more(self) -> bool:
+        """Drop what is done, read at least as much again as is left."""
+        left = self.text[self.at :]
+        added = self.file.read(max(CHUNK, len(left)))
+        self.before += self.at
+        self.text, self.at = left + added, 0
+        return bool(added)
+
+    def wrong(self, what: str) -> ValueError:
+        return ValueError(f"{self.path}: not JSON at character {self.before + self.at}: {what}")
+
+    def peek(self) -> str:
+        """The next character that is no white space; "" at the end."""
+        while True:
+            while self.at < len(self.text) and self.text[self.at] in " \n\r\t":
+                self.at += 1
+            if self.at < len(self.text) or not self.more():
+                return self.text[self.at : self.at + 1]
+
+    def accept(self, token: str) -> bool:
+        if self.peek() != token:
+            return False
+        self.at += 1
+        return True
+
+    def expect(self, token: str, why: str) -> None:
+        if not self.accept(token):
+            if not self.peek():
+                raise self.cut()
+            raise self.wrong(f"{token!r} is expected, {why}; found {self.peek()!r}")
+
+    def cut(self) -> ValueError:
+        end = self.before + len(self.text)
+        return ValueError(f"{self.path}: cut off at character {end}: it was not written to its end")
+
+    def value(self) -> Any:
+        self.peek()
+        while True:
+            try:
+                value, end = self.decoder.raw_decode(self.text, self.at)
+                if end < len(self.text):
+                    self.at = end
+                    return value
+                # A number at the end of the chunk may go on in the next one.
+                if not self.more():
+                    self.at = len(self.text)
+                    return value
+            except json.JSONDecodeError as error:
+                if len(self.text) - self.at > LONGEST_VALUE:
+                    raise self.wrong(error.msg) from None
+                if not self.more():
+                    raise self.cut() from None

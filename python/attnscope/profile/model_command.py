@@ -1,0 +1,138 @@
+"""The commands of profiling/profile_model.py: `pair` and `lm`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from attnscope.bench.command import bad_input, integers, pick_device, split
+from attnscope.bench.show import say
+from attnscope.profile.document import Document
+from attnscope.profile.models import PRECISIONS, SIZES, ModelConfig, model_config
+from attnscope.profile.tables import ProfileError
+
+Output = Annotated[Path, typer.Option(help="Folder for records (JSON), report and figures.")]
+Device = Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu; left out, a GPU if any.")]
+Timeout = Annotated[float, typer.Option(help="Seconds that one configuration may take.")]
+TINY = "tiny"  # for a machine without a GPU: a model that takes a second
+
+
+def lm_command(
+    models: Annotated[
+        str, typer.Option(help=f"Models, of {', '.join([*SIZES, TINY])}, or all.")
+    ] = "all",
+    contexts: Annotated[str, typer.Option(help="Context lengths.")] = "128,256,512,1024",
+    impl: Annotated[str, typer.Option(help="Impls or aliases of attention.")] = "naive",
+    precision: Annotated[str, typer.Option(help=f"One of {', '.join(PRECISIONS)}.")] = "autocast",
+    batch: Annotated[int, typer.Option(min=1, help="Sequences a step.")] = 4,
+    output: Output = Path("model_report"),
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the records there; failed ones again.")
+    ] = False,
+    timeout: Timeout = 600.0,
+    device: Device = None,
+) -> None:
+    """Profile training steps of transformer language models, and write the report.
+
+    Each configuration runs in a process of its own and is saved when it is done. Exit codes: 1 a
+    record contradicts itself or no configuration could be measured, 2 bad input.
+    """
+    with bad_input("profile_model"):
+        from attnscope.bench.impls import resolve
+        from attnscope.profile.model_run import Run
+
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision: {precision!r} is not one of {', '.join(PRECISIONS)}")
+        where = str(pick_device(device))
+        names = list(SIZES) if models == "all" else split(models)
+        runs = [
+            Run(
+                name=name,
+                config=_config(name, context),
+                impl=one.name,
+                precision=precision,
+                batch=batch,
+                device=where,
+            )
+            for name in names
+            for context in integers(contexts, "--contexts")
+            for one in resolve(split(impl))
+        ]
+    from attnscope.profile.model_report import checked, model_report
+
+    results = _measure(runs, output / "lm.json", resume, timeout, where)
+    _finish(lambda: model_report(results.rows, results.env), output / "lm")
+    statuses = {checked(record)["status"] for record in results.rows}
+    if "refused" in statuses or "ok" not in statuses:
+        raise typer.Exit(1)
+
+
+def pair_command(
+    model: Annotated[str, typer.Option(help=f"One of {', '.join([*SIZES, TINY])}.")] = "small",
+    context: Annotated[int, typer.Option(min=1, help="Context length.")] = 512,
+    impl: Annotated[str, typer.Option(help="The fused attention.")] = "sdpa-flash",
+    batch: Annotated[int, typer.Option(min=1, help="Sequences a step of the plain loop.")] = 4,
+    larger_batch: Annotated[int, typer.Option(min=1, help="Of the optimised one.")] = 32,
+    output: Output = Path("pair_report"),
+    timeout: Timeout = 600.0,
+    device: Device = None,
+) -> None:
+    """Profile a plain transformer training loop and its optimised twin; say what changed and why.
+
+    Exit codes: 1 a record contradicts itself or there is nothing to compare, 2 bad input.
+    """
+    with bad_input("profile_model"):
+        from attnscope.bench.impls import resolve
+        from attnscope.profile.transformer import pair_report, recipes, runs
+
+        where = str(pick_device(device))
+        (fused,) = resolve([impl])
+        ways = recipes(fused.name, batch, larger_batch)
+        todo = runs(_config(model, context), ways, where)
+    results = _measure(todo, output / "pair.json", False, timeout, where)
+    _finish(lambda: pair_report(results.rows, results.env), output / "pair")
+
+
+def _config(name: str, context: int) -> ModelConfig:
+    if name == TINY:
+        return ModelConfig(d_model=64, d_ff=256, layers=2, heads=4, context=context, vocabulary=256)
+    return model_config(name, context)
+
+
+def _measure(runs: list[Any], path: Path, resume: bool, timeout_s: float, device: str) -> Any:
+    import torch
+
+    from attnscope.bench.store import Results, environment
+    from attnscope.profile.model_run import Record, run_all
+
+    with bad_input("profile_model"):
+        results = Results.create(path, environment(torch.device(device), {}), resume)
+    started = time.perf_counter()
+
+    def told(record: Record) -> None:
+        name = f"{record['model']}, context {record['context']}, {record['impl']}"
+        why = f": {record['reason']}" if record["reason"] else ""
+        say(f"{time.perf_counter() - started:6.1f} s  {name}: {record['status']}{why}")
+
+    try:
+        run_all(runs, results, timeout_s=timeout_s, on_done=told)
+    except KeyboardInterrupt:
+        say(f"profile_model: stopped; {path} has what was done, go on with --resume", "red")
+        raise typer.Exit(130) from None
+    return results
+
+
+def _finish(report: Callable[[], Document], stem: Path) -> None:
+    try:
+        document = report()
+    except (ProfileError, ValueError) as error:
+        say(f"profile_model: {error}", "red")
+        raise typer.Exit(1) from None
+    document.print()
+    document.write_markdown(stem.with_suffix(".md"))
+    document.write_html(stem.with_suffix(".html"))
+    say(f"wrote {stem}.json, .md and .html")

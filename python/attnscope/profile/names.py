@@ -1,0 +1,265 @@
+"""Kernel symbols made readable, put in categories, and told apart by whether they use tensor cores.
+
+Everything here is decided by the symbol alone, so the same symbol always gives the same answer.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable
+from functools import cache
+
+CATEGORIES = (
+    "GEMM", "attention", "softmax", "elementwise", "reduction", "norm", "memory", "other",
+)  # fmt: skip
+
+# Longer than this and a short name is cut; a checksum keeps cut names apart.
+LONGEST = 72
+
+_TYPES = {
+    "c10::BFloat16": "bf16", "__nv_bfloat16": "bf16", "cutlass::bfloat16_t": "bf16",
+    "c10::Half": "fp16", "__half": "fp16", "cutlass::half_t": "fp16",
+    "c10::complex<float>": "c64", "c10::complex<double>": "c128",
+    "c10::Float8_e4m3fn": "e4m3", "cutlass::float_e4m3_t": "e4m3",
+    "c10::Float8_e5m2": "e5m2", "cutlass::float_e5m2_t": "e5m2",
+    "unsigned char": "u8", "signed char": "i8", "unsigned int": "u32", "unsigned long": "u64",
+    "float": "fp32", "double": "fp64", "long": "i64", "int": "i32", "short": "i16",
+}  # fmt: skip
+_TYPE = re.compile(rf"(?<![\w:])(?:{'|'.join(map(re.escape, _TYPES))})(?!\w)")
+
+
+@cache
+def short_name(symbol: str) -> str:
+    """A readable name of at most LONGEST characters that keeps what tells kernels apart.
+
+    Families with a naming scheme are spelled in words: "attnscope sm90 forward bf16 D128 M128",
+    "FA3 forward bf16 D64 tile 192x128 causal", "elementwise add<bf16> vec8". Names that are short
+    as they are (nvjet, Triton, cuBLAS, copies) stay searchable. Other C++ functions keep their last
+    name and template arguments, without namespaces.
+    """
+    for pattern, shorten in _FAMILIES:
+        if match := pattern.search(symbol):
+            return _cut(shorten(symbol, match))
+    return _cut(_function(symbol))
+
+
+def _cut(name: str) -> str:
+    name = " ".join(name.split())
+    if len(name) <= LONGEST:
+        return name
+    return f"{name[: LONGEST - 8]}~{zlib.crc32(name.encode()) & 0xFFFFFFF:07x}"
+
+
+def _dtype(text: str) -> str:
+    """The first type in a piece of a symbol, abbreviated; "" without one."""
+    found = _TYPE.search(text)
+    return _TYPES[found[0]] if found else ""
+
+
+def _words(*words: str) -> str:
+    return " ".join(word for word in words if word)
+
+
+def _attnscope(symbol: str, match: re.Match[str]) -> str:
+    tile = [f"{letter}{size}" for letter, size in zip("DMN", _ints(match[4]), strict=False)]
+    return _words("attnscope", match[1], match[2], _dtype(match[3]), *tile)
+
+
+def _attnscope_triton(symbol: str, match: re.Match[str]) -> str:
+    op, dtype, dim, dim_v, mask = match.groups()
+    dims = f"D{dim}" if dim == dim_v else f"D{dim} Dv{dim_v}"
+    return _words("attnscope triton", op, dtype, dims, mask.strip("_"))
+
+
+def _fa3(symbol: str, match: re.Match[str]) -> str:
+    """Template arguments of CollectiveMainloop{Fwd,Bwd}Sm90: stages, cluster, tile, ... flags."""
+    cluster, tile = (_ints(t.replace("cute::C", "")) for t in _TUPLE.findall(symbol)[:2])
+    flags = re.search(r"cutlass::arch::Sm\d+, (true|false), (true|false)", symbol)
+    names = zip(("causal", "local"), flags.groups() if flags else (), strict=False)
+    masks = [name for name, value in names if value == "true"]
+    if cluster[0] > 1:
+        masks.append(f"cluster {cluster[0]}")
+    which = "forward" if match[1] == "Fwd" else "backward"
+    dtype, (rows, cols, dim) = _dtype(symbol[match.end() :]), tile
+    return _words("FA3", which, dtype, f"D{dim}", f"tile {rows}x{cols}", *masks)
+
+
+def _fa2(symbol: str, match: re.Match[str]) -> str:
+    """Template arguments: kernel traits <D, M, N, warps, ..., dtype>, then flags of the mask."""
+    owner, way, kind = match.groups()
+    which = "forward" if way == "fwd" else "backward"
+    traits = re.search(r"kernel_traits<(\d+), (\d+), (\d+), [^<>]*?(cutlass::\w+)", symbol)
+    name = _words("torch FA2" if owner == "pytorch_flash" else "FA2", which)
+    name = _words(name, kind.strip("_").replace("splitkv", "split-kv").replace("_", " "))
+    if traits is None:
+        return name
+    name = _words(name, _dtype(traits[4]), f"D{traits[1]}", f"tile {traits[2]}x{traits[3]}")
+    flags = re.search(r">, (true|false), (true|false)", symbol)
+    # Dropout comes first, except where keys are split: then it is the causal flag.
+    causal = flags is not None and flags[1 if "splitkv" in kind else 2] == "true"
+    return _words(name, "causal" if causal else "")
+
+
+def _cudnn_sdpa(symbol: str, match: re.Match[str]) -> str:
+    arch, way, rest = match.groups()
+    rest = re.sub(r"wgmma_|_kernel\d+_\d+$", "", rest).replace("_", " ")
+    return _words("cuDNN sdpa", arch, {"f": "forward", "b": "backward"}[way], rest)
+
+
+def _elementwise(symbol: str, match: re.Match[str]) -> str:
+    kind, width = match.groups()
+    arguments = symbol[match.end() :]
+    how = {"vectorized_": f"vec{width}", "unrolled_": "unrolled", None: "strided"}.get(kind, kind)
+    return _words(f"elementwise {_functor(arguments)}", (how or "").strip("_"))
+
+
+def _reduce(symbol: str, match: re.Match[str]) -> str:
+    arguments = symbol[match.end() :]
+    what = re.search(r"(\w+?)(?:_functor|Ops|NanFunctor|Functor)\b", arguments)
+    return f"reduce {what[1] if what else ''}<{_dtype(arguments)}>"
+
+
+def _multi_tensor(symbol: str, match: re.Match[str]) -> str:
+    functor = re.search(r"(\w+?)Functor\w*<", symbol[match.end() :])
+    what = re.search(r"(?:std::|native::)(\w+)<\w+> ?[,>]", symbol[match.end() :])
+    operation = what[1] if what and what[1] != "TensorListMetadata" else ""
+    dtype = _dtype(symbol[match.end() + functor.end() :]) if functor else ""
+    return _words("multi_tensor", functor[1] if functor else "", operation) + f"<{dtype}>"
+
+
+def _functor(arguments: str) -> str:
+    """What an elementwise kernel computes, with the type it loads: "mul scalar<bf16>"."""
+    scalar = " scalar" if re.match(r"[^(]*?(?:[AB]UnaryFunctor|FunctorOnSelf)", arguments) else ""
+    if named := re.search(r"CUDAFunctor(?:OnSelf)?_(\w+)", arguments):
+        name = named[1]
+    elif named := re.search(r"binary_internal::(\w+?)Functor", arguments):
+        name = named[1].lower()
+    elif named := re.search(r"(\w+?)(?:<[^()]*>)?\((?:at::TensorIterator|at::native)", arguments):
+        name = re.sub(r"^launch_|(_?(kernel|cuda|impl))+$", "", named[1], flags=re.IGNORECASE)
+        lambdas = re.findall(r"\{lambda\(([^()]+)\)#", arguments)
+        typed = [text for text in lambdas if _dtype(text) and text != "int"] or lambdas
+        return f"{name}<{_dtype(typed[0]) if typed else ''}>"
+    elif named := re.search(r"(\w+?)Functor\w*<", arguments):
+        name = named[1].lower()
+    else:
+        return _function(arguments)
+    return f"{name}{scalar}<{_dtype(arguments)}>"
+
+
+def _gemm(symbol: str, match: re.Match[str]) -> str:
+    """cuBLAS and CUTLASS names say it all between the type of kernel and the alignment."""
+    name = re.sub(r"_execute.*|_align[abc]?\d+|_warpsize(\d+x)*\d+", "", match[0])
+    return name.replace("_tilesize", "_")
+
+
+def _function(symbol: str) -> str:
+    """Last name of a C++ function and its template arguments, without namespaces."""
+    text = symbol.replace("(anonymous namespace)::", "")
+    text = re.sub(r"^void ", "", _TYPE.sub(lambda found: _TYPES[found[0]], text))
+    depth, end = 0, len(text)
+    for at, letter in enumerate(text):
+        depth += (letter == "<") - (letter == ">")
+        if letter == "(" and depth == 0 and at:
+            end = at
+            break
+    text = re.sub(r"(?<!\w)(?:\w+::)+", "", text[:end])
+    return re.sub(r"\s+>", ">", re.sub(r"_kernel(?=<|$)", "", text))
+
+
+def _ints(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
+
+
+def _same(symbol: str, match: re.Match[str]) -> str:
+    return match[0]
+
+
+_TUPLE = re.compile(r"cute::tuple<((?:cute::C<\d+>(?:, )?)+) ?>")
+# The first that is found in a symbol names it.
+_FAMILIES: tuple[tuple[re.Pattern[str], Callable[[str, re.Match[str]], str]], ...] = tuple(
+    (re.compile(pattern), shorten)
+    for pattern, shorten in (
+        (r"attnscope::(\w+)::(\w+)_kernel<attnscope::\w+::\w+<([\w:]+)((?:, \d+)*)", _attnscope),
+        (r"^attnscope_triton_(\w+?)_(bf16|fp16|fp32)_d(\d+)_dv(\d+)(\w*)", _attnscope_triton),
+        (r"FlashAttn(Fwd|Bwd)Sm\d+<flash::CollectiveMainloop", _fa3),
+        (r"(\w+)::flash_(fwd|bwd)_(\w*?)_?kernel", _fa2),
+        (r"^cudnn_generated_\w*sdpa_(sm\d+)_flash_([fb])prop_(\w+)", _cudnn_sdpa),
+        (r"cudnn::fusion::(\w+)<", lambda symbol, match: f"cuDNN sdpa {match[1]}"),
+        (r"^nvjet_\w+", _same),
+        (r"\w*(?:xmma_|cutlass_\d|cutlass3x_)\w*gemm\w*", _gemm),
+        (r"multi_tensor_apply_kernel<", _multi_tensor),
+        (r"native::(vectorized_|unrolled_|\w+_)?elementwise_kernel<(\d*)", _elementwise),
+        (r"native::reduce_kernel<", _reduce),
+        (r"^(\w+|Mem(cpy|set).*)$", _same),
+    )
+)
+
+# In this order, case ignored: the first that is found decides. A convolution is an implicit GEMM.
+# Optimizers (foreach and fused, multi_tensor_apply) are elementwise: their range tells them apart.
+# memory: what moves or fills data and computes nothing; a change of dtype is a copy.
+_CATEGORIES = tuple(
+    (category, re.compile(pattern, re.IGNORECASE))
+    for category, pattern in (
+        ("memory", r"^mem(cpy|set)\b"),
+        # Inductor's names list all that is fused; the first part says what the kernel is.
+        ("elementwise", r"^triton_poi_"),
+        ("softmax", r"^triton_(red|per)_\w*softmax"),
+        ("norm", r"^triton_(red|per)_\w*norm"),
+        ("reduction", r"^triton_(red|per)_"),
+        (
+            "attention",
+            r"attnscope|flash_(fwd|bwd)|flashattn|sdpa|fmha|attention|flash_bwd"
+            r"|cudnn::fusion::(compute_dot_do_o|convert_dq)",
+        ),
+        ("softmax", r"softmax"),
+        ("norm", r"(layer|rms|batch|group|instance)_?norm|GammaBeta|cudnn::bn_|RowwiseMoments"),
+        (
+            "GEMM",
+            r"nvjet|gemm|gemv|splitkreduce|matmul|conv(olve|olution|1d|2d|3d|_)|[fdw]prop_|[dw]grad"
+            r"|triton_tem_|_b?mm(_|$)|cutlass.*tensorop",
+        ),
+        (
+            "memory",
+            r"CatArray|copy_kernel|FillFunctor|gather|indexSelect|index_elementwise|index_kernel"
+            r"|scatter|transpose",
+        ),
+        ("reduction", r"reduce|LpNorm|dot_kernel|embedding_backward"),
+        ("elementwise", r"elementwise|multi_tensor_apply|dropout"),
+    )
+)
+
+_HELPERS = re.compile(
+    r"combine|dot_do_o|convert_d|preprocess|postprocess|prepare|splitKreduce", re.IGNORECASE
+)
+_TENSOR_CORES = re.compile(
+    r"attnscope::\w+::(forward|backward|decode)|^attnscope_triton_"
+    r"|FlashAttn(Fwd|Bwd)|flash_(fwd|bwd)_"
+    r"|^nvjet_|w?gmma|[hi]mma|(?<![a-z])dmma|tensor\d+x\d+x\d+|warpgroupsize|tensorop"
+    r"|[shid](884|1688|16816|8816|16832|64x\d+x\d+)(?=gemm|fprop|dgrad|wgrad|_|$)"
+    r"|fmha_cutlass[FB]_\w+_sm(8|9|1\d)\d|fmha_cutlass[FB]_f16\w*_sm7\d"
+    r"|^triton_tem_"
+)
+
+
+@cache
+def category(symbol: str) -> str:
+    """One of CATEGORIES. Names of copies and memsets ("Memcpy DtoH ...") are taken too."""
+    for name, pattern in _CATEGORIES:
+        if pattern.search(symbol):
+            return name
+    return "other"
+
+
+@cache
+def uses_tensor_cores(symbol: str) -> bool:
+    """Whether a kernel's matrix products run on tensor cores, as its symbol tells.
+
+    Counted: attention kernels written with mma or wgmma (attnscope, FlashAttention 2 and 3, cuDNN,
+    memory-efficient on sm_80 and later), nvjet, cuBLAS and CUTLASS kernels that name a tensor
+    instruction (tensorop, s16816, hmma, wgmma, tensor16x8x8, warpgroupsize), and Inductor's matrix
+    templates. Not counted: FFMA kernels of the same families ("xmma ... ffma", "simt"), the helpers
+    around attention (combine, preprocess, conversion), and every symbol that does not tell: the
+    share of tensor-core time is a lower bound.
+    """
+    return bool(_TENSOR_CORES.search(symbol)) and not _HELPERS.search(symbol)

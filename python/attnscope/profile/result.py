@@ -1,0 +1,234 @@
+"""`Profile`: what was recorded of a region, its tables, and the files it writes."""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas
+
+from attnscope.profile.attribution import Attribution
+from attnscope.profile.audit import Audit, audit
+from attnscope.profile.tables import (
+    ProfileError,
+    check_tables,
+    copies_table,
+    kernel_table,
+    memory_table,
+    module_table,
+    operator_table,
+    stage_table,
+)
+from attnscope.profile.trace import Trace
+
+if TYPE_CHECKING:
+    from attnscope.profile.detect import Finding
+    from attnscope.profile.efficiency import Efficiency
+    from attnscope.profile.flops import FlopCounts
+
+NOT_TWICE = "the region ran once; a decorated function with warmup >= 2 is timed without it"
+
+
+class Profile:
+    """What was recorded of one region. Filled when the region ends.
+
+    Attributes:
+        name: as given to `profile`.
+        trace, attribution, audit: the events, their owners, and what is missing.
+        source: the chrome trace as PyTorch wrote it; removed with this object unless it was read.
+        wall_s: wall time of the region with the profiler on, devices synchronised at both ends;
+            None for a trace that was read.
+        unprofiled_wall_s, unprofiled_reason: of the same call without the profiler, or why not.
+        sm_clock_mhz, sm_clock_reason: of the current device right after the region, or why not.
+        interrupted: the exception that ended the region, as text; what ran before it is here.
+        kineto: rows of `key_averages()`, where they were asked for.
+    """
+
+    trace: Trace
+    source: Path
+    attribution: Attribution
+    audit: Audit
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.wall_s: float | None = None
+        self.unprofiled_wall_s: float | None = None
+        self.unprofiled_reason: str | None = NOT_TWICE
+        self.sm_clock_mhz: float | None = None
+        self.sm_clock_reason: str | None = None
+        self.interrupted: str | None = None
+        self.kineto: list[dict[str, Any]] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in Profile.__annotations__:
+            raise ProfileError(f"{name}: the region has not ended yet, nothing is recorded")
+        raise AttributeError(name)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Profile:
+        """A profile of a chrome trace from PyTorch's profiler, `.json` or `.json.gz`.
+
+        Raises ValueError for a file that is no whole trace.
+        """
+        found = cls(Path(path).name.removesuffix(".gz").removesuffix(".json"))
+        found.unprofiled_reason = found.sm_clock_reason = "the trace was read from a file"
+        found.fill(Path(path))
+        return found
+
+    def fill(self, source: Path) -> None:
+        """Take the events of a chrome trace."""
+        self.source = source
+        self.trace = Trace.read(source)
+        self.attribution = Attribution(self.trace)
+        self.audit = audit(self.trace)
+
+    @property
+    def incomplete(self) -> str | None:
+        """What is known to be missing, None when nothing is."""
+        return self.audit.problem
+
+    @property
+    def empty(self) -> bool:
+        """Nothing was recorded: no op, no range, no GPU event."""
+        ops = any(event.kind in ("op", "range") for event in self.trace.cpu)
+        return not ops and not self.trace.gpu
+
+    @cached_property
+    def flop_counts(self) -> FlopCounts:
+        from attnscope.profile.flops import FlopCounts
+
+        return FlopCounts(self.attribution)
+
+    @cached_property
+    def device_and_reason(self) -> tuple[Any, str | None]:
+        from attnscope.profile.flops import trace_device
+
+        return trace_device(self.trace)
+
+    @property
+    def device(self) -> Any:
+        """The card as bench.devices.Device, None where it is not known."""
+        return self.device_and_reason[0]
+
+    @property
+    def device_reason(self) -> str | None:
+        return self.device_and_reason[1]
+
+    @cached_property
+    def _tables(self) -> dict[str, pandas.DataFrame]:
+        owners, counts = self.attribution, self.flop_counts
+        card = (*self.device_and_reason, self.sm_clock_mhz)
+        operators = operator_table(owners, counts, *card)
+        kernels = kernel_table(owners)
+        stages = stage_table(owners, counts, *card)
+        check_tables(owners, operators, kernels, stages)
+        return {"operators": operators, "kernels": kernels, "stages": stages}
+
+    def operators(self) -> pandas.DataFrame:
+        """See tables.operator_table. Raises ProfileError for tables that cannot be true."""
+        return self._tables["operators"].copy()
+
+    def kernels(self) -> pandas.DataFrame:
+        """See tables.kernel_table. Raises ProfileError as `operators`."""
+        return self._tables["kernels"].copy()
+
+    def stages(self) -> pandas.DataFrame:
+        """See tables.stage_table. Raises ProfileError as `operators`."""
+        return self._tables["stages"].copy()
+
+    def copies(self) -> pandas.DataFrame:
+        """See tables.copies_table."""
+        return copies_table(self.attribution)
+
+    def modules(self) -> pandas.DataFrame:
+        """See tables.module_table; empty unless `stacks` was on."""
+        return module_table(self.attribution)
+
+    def memory(self) -> pandas.DataFrame:
+        """See tables.memory_table; empty unless `memory` was on."""
+        return memory_table(self.attribution)
+
+    def links(self) -> pandas.DataFrame:
+        """See links.kernel_links: kernel, launch, op, line, of each piece of GPU work."""
+        from attnscope.profile.links import kernel_links
+
+        return kernel_links(self.attribution)
+
+    def steps(self) -> pandas.DataFrame:
+        """See breakdown.step_breakdown."""
+        from attnscope.profile.breakdown import step_breakdown
+
+        return step_breakdown(self.attribution)
+
+    def efficiency(self) -> Efficiency:
+        """See efficiency.efficiency."""
+        from attnscope.profile.efficiency import efficiency
+
+        return efficiency(self.attribution)
+
+    def findings(self) -> list[Finding]:
+        """See detect.detect."""
+        from attnscope.profile.detect import detect
+
+        return detect(self.attribution)
+
+    def kineto_comparison(self) -> pandas.DataFrame:
+        """See kineto.comparison. Raises ProfileError unless `kineto` was on."""
+        from attnscope.profile.kineto import comparison
+
+        if self.kineto is None:
+            raise ProfileError("kineto: the rows of key_averages() were not kept; kineto=True does")
+        return comparison(self.attribution, self.kineto)
+
+    def expect(self, name: str, launches: int) -> None:
+        """Check that kernels of an op or kernel ran as often as they must have.
+
+        Args:
+            name: part of an op's name or of a kernel's symbol.
+            launches: kernels that must have run under such an op or such a symbol.
+
+        Raises ProfileError for another number, saying what there is, and where nothing matches.
+        """
+        hits = 0
+        seen = set()
+        for kernel in self.trace.kernels:
+            op = self.attribution.op(kernel)
+            around = [e.name for e in self.trace.ancestors(kernel) if e.kind == "op"]
+            names = {kernel.name, *([op.name] if op else []), *around}
+            seen |= names
+            hits += any(name in one for one in names)
+        if not self.trace.kernels:
+            raise ProfileError(f"expect: {launches} kernels of {name!r}, but there is no GPU time")
+        if not hits:
+            known = ", ".join(sorted(one[:60] for one in seen)[:20])
+            raise ProfileError(f"expect: nothing with GPU time matches {name!r}; there are {known}")
+        if hits != launches:
+            raise ProfileError(f"expect: {name!r} ran {hits} kernels, not {launches}")
+
+    def print(self, top: int = 20, sort: str | None = None, full_names: bool = False) -> None:
+        """Show the tables in the terminal: see show.print_profile."""
+        from attnscope.profile.show import print_profile
+        from attnscope.profile.show_use import print_use
+
+        print_profile(self, top=top, sort=sort, full_names=full_names)
+        print_use(self, top)
+
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        """Write tables, attribution and audit as strict JSON."""
+        from attnscope.profile.export import to_json
+
+        to_json(self, path)
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write one self-contained page."""
+        from attnscope.profile.report import write_html
+
+        write_html(self, path)
+
+    def export_chrome_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write a chrome trace for Perfetto, with rows of ours added."""
+        from attnscope.profile.export import write_chrome_trace
+
+        write_chrome_trace(self, path)

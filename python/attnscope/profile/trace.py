@@ -1,0 +1,370 @@
+"""A chrome trace of PyTorch's profiler as lists of CPU and GPU events, joined by correlation id.
+
+The file is read as a stream: an event is decoded, kept in a slotted object and forgotten, so a
+trace needs about as much memory as its JSON has bytes (a test holds it to twice that). GPU-side
+copies of user ranges ("gpu_user_annotation"), flow arrows and metadata events are not kept: none
+of them is work.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from decimal import Decimal
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from attnscope.profile.jsonstream import members, plain
+
+CPU_KINDS = {
+    "cpu_op": "op",
+    "user_annotation": "range",
+    "python_function": "python",
+    "cuda_runtime": "call",
+    "cuda_driver": "call",
+}
+GPU_KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
+# A range with a few small kernels, at each end of a window. Work lost at an end of a capture is
+# lost here first, so the reader takes the kernels out and counts them.
+SENTINEL = "attnscope::sentinel"
+WAIT = "attnscope::wait"  # around the profiler's own synchronisation at the end of a region
+
+# Of events that start and end together, the outer one: a range is entered before the op in it.
+RANKS = {"range": 0, "python": 1, "op": 2, "call": 3}
+
+
+@dataclass(slots=True)
+class CpuEvent:
+    """Something a CPU thread did: an op, a named range, a Python frame or a CUDA API call.
+
+    Times are nanoseconds from the start of the trace. `parent` is the index in Trace.cpu of the
+    innermost op, range or Python frame of the same thread that encloses it, -1 for none.
+    """
+
+    kind: str  # "op", "range", "python" or "call"
+    name: str
+    thread: int
+    start: int
+    end: int
+    index: int = -1
+    parent: int = -1
+    correlation: int = 0  # of calls; the GPU work it started has the same
+    external_id: int = 0
+    sequence: int = -1  # autograd's number: a backward op has that of its forward op
+    forward_thread: int = 0  # of backward ops; 0 in forward
+    shapes: tuple[Any, ...] | None = None
+    dtypes: tuple[Any, ...] | None = None
+    concrete: tuple[Any, ...] | None = None
+
+    @property
+    def duration(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(slots=True)
+class GpuEvent:
+    """Something a GPU did: a kernel, a copy or a fill. Times as in CpuEvent.
+
+    `launch` is the index in Trace.cpu of the call that started it, -1 where the trace has none.
+    """
+
+    kind: str  # "kernel", "memcpy" or "memset"
+    name: str
+    start: int
+    end: int
+    device: int
+    stream: int
+    index: int = -1
+    correlation: int = 0
+    external_id: int = 0
+    launch: int = -1
+    graph_node: int = 0
+    grid: tuple[int, int, int] | None = None
+    block: tuple[int, int, int] | None = None
+    registers: int | None = None
+    shared_bytes: int | None = None
+    blocks_per_sm: float | None = None
+    warps_per_sm: float | None = None
+    occupancy: float | None = None  # percent, the profiler's estimate; None where it says 0
+    bytes: int | None = None  # of copies and fills
+
+    @property
+    def duration(self) -> int:
+        return self.end - self.start
+
+
+class Allocation(NamedTuple):
+    """One allocation (or, with negative bytes, one release) of PyTorch's allocators."""
+
+    time: int
+    thread: int
+    device: int  # -1 is the CPU
+    bytes: int
+    allocated: int  # in all, after it
+    reserved: int
+
+
+class Overhead(NamedTuple):
+    """Time the profiler or the driver took for itself; never GPU work."""
+
+    name: str
+    start: int
+    end: int
+
+
+@dataclass
+class Trace:
+    """The events of one profiled window, each list sorted by start.
+
+    `start` and `end` are the window: between the sentinels where there are two, else the whole
+    recording. `sentinels` has the kernels found in each sentinel, and nothing else has them.
+    """
+
+    cpu: list[CpuEvent] = field(default_factory=list)
+    gpu: list[GpuEvent] = field(default_factory=list)
+    overhead: list[Overhead] = field(default_factory=list)
+    memory: list[Allocation] = field(default_factory=list)
+    devices: list[dict[str, Any]] = field(default_factory=list)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    sentinels: list[int] = field(default_factory=list)
+    start: int = 0
+    end: int = 0
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Trace:
+        """Read a `.json` or `.json.gz` that `export_chrome_trace` wrote.
+
+        Raises ValueError, with the place, for a file that is cut off, is not JSON or is no trace.
+        """
+        trace = cls()
+        builder = _Builder(trace)
+        opener: Callable[..., IO[str]] = gzip.open if str(path).endswith(".gz") else open
+        try:
+            with opener(path, "rt", encoding="utf-8", errors="replace") as file:
+                for key, value in members(file, Path(path), "traceEvents"):
+                    if key == "traceEvents":
+                        builder.add_checked(value, path)
+                    elif key == "deviceProperties":
+                        trace.devices = plain(value)
+                    else:
+                        trace.metadata[key] = plain(value)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f"{path}: cut off or damaged: {error}") from None
+        except OSError as error:
+            raise ValueError(f"{path}: {error.strerror}") from None
+        builder.finish()
+        return trace
+
+    @property
+    def kernels(self) -> list[GpuEvent]:
+        return [event for event in self.gpu if event.kind == "kernel"]
+
+    @property
+    def copies(self) -> list[GpuEvent]:
+        """Copies and fills."""
+        return [event for event in self.gpu if event.kind != "kernel"]
+
+    def threads(self) -> list[int]:
+        """Threads with CPU events, by the time of their first one."""
+        return list(dict.fromkeys(event.thread for event in self.cpu))
+
+    def ancestors(self, event: CpuEvent | GpuEvent) -> Iterator[CpuEvent]:
+        """What encloses an event, innermost first; of GPU work, its launch call first."""
+        at = event.launch if isinstance(event, GpuEvent) else event.parent
+        while at >= 0:
+            yield self.cpu[at]
+            at = self.cpu[at].parent
+
+    def children(self, event: CpuEvent) -> list[CpuEvent]:
+        """What an event encloses directly, in order."""
+        found = []
+        for other in self.cpu[event.index + 1 :]:
+            if other.start > event.end:
+                break
+            if other.parent == event.index:
+                found.append(other)
+        return found
+
+
+class _Builder:
+    """Makes events of the objects of "traceEvents" and joins them at the end."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.events = 0
+        self.window: tuple[int, int] | None = None
+        self.shared: dict[Any, Any] = {}  # one copy of each name and each tuple of shapes
+
+    def add_checked(self, item: Any, path: str | os.PathLike[str]) -> None:
+        self.events += 1
+        try:
+            self.add(item)
+        except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
+            raise ValueError(
+                f"{path}: not a trace of PyTorch's profiler: its event {self.events} lacks or "
+                f"garbles {error}: {item!r:.200}"
+            ) from None
+
+    def add(self, item: dict[str, Any]) -> None:
+        category, phase = item.get("cat"), item.get("ph")
+        if phase == "i" and item.get("name") == "[memory]":
+            self.allocation(item)
+        if phase != "X":
+            return
+        start = nanoseconds(item["ts"])
+        end = start + nanoseconds(item.get("dur", 0))
+        arguments = item.get("args", {})
+        if category in CPU_KINDS:
+            self.trace.cpu.append(self.cpu_event(CPU_KINDS[category], item, start, end, arguments))
+        elif category in GPU_KINDS:
+            self.trace.gpu.append(self.gpu_event(GPU_KINDS[category], item, start, end, arguments))
+        elif category == "overhead":
+            self.trace.overhead.append(Overhead(self.share(item["name"]), start, end))
+        elif category == "Trace":
+            self.window = (start, end)
+
+    def share(self, value: Any) -> Any:
+        return self.shared.setdefault(value, value)
+
+    def inputs(self, value: Any) -> tuple[Any, ...] | None:
+        return None if value is None else self.share(_frozen(value))
+
+    def cpu_event(
+        self, kind: str, item: dict[str, Any], start: int, end: int, arguments: dict[str, Any]
+    ) -> CpuEvent:
+        return CpuEvent(
+            kind,
+            self.share(str(item["name"])),
+            int(item["tid"]),
+            start,
+            end,
+            correlation=arguments.get("correlation", 0),
+            external_id=arguments.get("External id", 0),
+            sequence=arguments.get("Sequence number", -1),
+            forward_thread=arguments.get("Fwd thread id", 0),
+            shapes=self.inputs(arguments.get("Input Dims")),
+            dtypes=self.inputs(arguments.get("Input type")),
+            concrete=self.inputs(arguments.get("Concrete Inputs")),
+        )
+
+    def gpu_event(
+        self, kind: str, item: dict[str, Any], start: int, end: int, arguments: dict[str, Any]
+    ) -> GpuEvent:
+        def real(key: str) -> float | None:
+            value = arguments.get(key)
+            return None if value is None else float(value)
+
+        return GpuEvent(
+            kind,
+            self.share(str(item["name"])),
+            start,
+            end,
+            int(arguments.get("device", item["pid"])),
+            int(arguments.get("stream", item["tid"])),
+            correlation=arguments.get("correlation", 0),
+            external_id=arguments.get("External id", 0),
+            graph_node=arguments.get("graph node id", 0),
+            grid=self.inputs(arguments.get("grid")),
+            block=self.inputs(arguments.get("block")),
+            registers=arguments.get("registers per thread"),
+            shared_bytes=arguments.get("shared memory"),
+            blocks_per_sm=real("blocks per SM"),
+            warps_per_sm=real("warps per SM"),
+            occupancy=real("est. achieved occupancy %") or None,
+            bytes=arguments.get("bytes"),
+        )
+
+    def allocation(self, item: dict[str, Any]) -> None:
+        about = item["args"]
+        self.trace.memory.append(
+            Allocation(
+                nanoseconds(item["ts"]),
+                int(item["tid"]),
+                about["Device Id"] if about["Device Type"] else -1,
+                about["Bytes"],
+                about["Total Allocated"],
+                about["Total Reserved"],
+            )
+        )
+
+    def finish(self) -> None:
+        """Count times from the start, take the sentinels out, sort, number, nest, join launches."""
+        trace = self.trace
+        timed: list[CpuEvent | GpuEvent] = [*trace.cpu, *trace.gpu]
+        spans = [(e.start, e.end) for e in timed] + ([self.window] if self.window else [])
+        origin = min((start for start, _ in spans), default=0)
+        trace.start, trace.end = 0, max((end for _, end in spans), default=0) - origin
+        for event in timed:
+            event.start -= origin
+            event.end -= origin
+        trace.overhead = [Overhead(n, a - origin, b - origin) for n, a, b in trace.overhead]
+        trace.memory = sorted(m._replace(time=m.time - origin) for m in trace.memory)
+        trace.cpu.sort(key=lambda e: (e.start, -e.end, RANKS[e.kind]))
+        trace.gpu.sort(key=lambda e: (e.start, e.end))
+        self.remove_own()
+        nest(trace.cpu)
+        calls: dict[int, int] = {}
+        for event in trace.cpu:
+            if event.kind == "call":
+                calls.setdefault(event.correlation, event.index)
+        for at, work in enumerate(trace.gpu):
+            work.index = at
+            work.launch = calls.get(work.correlation, -1) if work.correlation else -1
+
+    def remove_own(self) -> None:
+        """Take out what the profiler did itself, and set the window to what lies between."""
+        trace = self.trace
+        own = [e for e in trace.cpu if e.kind == "range" and e.name in (SENTINEL, WAIT)]
+        if not own:
+            return
+        kept: list[CpuEvent] = []
+        launched: dict[int, int] = {}  # correlation -> which of own
+        for event in trace.cpu:
+            inside = [
+                at
+                for at, one in enumerate(own)
+                if event.thread == one.thread and one.start <= event.start < one.end
+            ]
+            if not inside:
+                kept.append(event)
+            elif event.correlation:
+                launched[event.correlation] = inside[0]
+        found = [launched[w.correlation] for w in trace.gpu if w.correlation in launched]
+        at_ends = [at for at, one in enumerate(own) if one.name == SENTINEL]
+        trace.sentinels = [found.count(at) for at in at_ends]
+        trace.cpu = kept
+        trace.gpu = [w for w in trace.gpu if w.correlation not in launched]
+        if len(at_ends) > 1:
+            trace.start, trace.end = own[at_ends[0]].end, own[at_ends[-1]].start
+
+
+def nest(events: list[CpuEvent]) -> None:
+    """Number sorted events and find their parents, thread by thread.
+
+    A call belongs to what was open when it began: CUPTI's clock and PyTorch's differ by fractions
+    of a microsecond, so its end is no proof. Everything else must lie wholly inside its parent.
+    """
+    stacks: dict[int, list[CpuEvent]] = {}
+    for at, event in enumerate(events):
+        event.index = at
+        stack = stacks.setdefault(event.thread, [])
+        while stack and stack[-1].end <= event.start:
+            stack.pop()
+        need = event.start + 1 if event.kind == "call" else event.end
+        outer = next((other for other in reversed(stack) if other.end >= need), None)
+        event.parent = outer.index if outer else -1
+        if event.kind != "call":
+            stack.append(event)
+
+
+def nanoseconds(microseconds: str | int | float) -> int:
+    """A time of the trace, exactly; a float holds today's clocks to half a nanosecond only."""
+    return round(Decimal(microseconds) * 1000)
+
+
+def _frozen(value: Any) -> Any:
+    """Lists as tuples, all the way down."""
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

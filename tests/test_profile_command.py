@@ -1,0 +1,190 @@
+"""`attnscope profile`: scripts, modules, recorded traces, what is printed, written and returned."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+from trace_files import RECORDED, kernel, launch, op, write_trace
+from typer.testing import CliRunner
+
+from attnscope.cli import build
+from attnscope.profile.audit import Audit
+from attnscope.profile.trace import CpuEvent
+
+SCRIPT = """
+import sys, torch
+print("arguments", sys.argv[1:])
+with torch.profiler.record_function("work"):
+    torch.ones(8, 8) @ torch.ones(8, 8)
+if "--fail" in sys.argv:
+    raise RuntimeError("mine")
+if "--stop" in sys.argv:
+    raise KeyboardInterrupt
+sys.exit(int(sys.argv[-1]) if sys.argv[-1].isdecimal() else None)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "my_script.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(build("profile"), ["profile", *arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result.exit_code, result.output
+
+
+def test_a_recorded_trace_is_shown_with_the_attribution_under_each_table() -> None:
+    code, out = run("--trace", str(RECORDED / "train.json.gz"), "--top", "5")
+    assert code == 0
+    assert "train: H200 SXM; window 29.14 ms; GPU work in 663.8 us of it" in out
+    assert "complete: each of 164 launches has its work in the trace" in out
+    for title in ("Stages", "Operators", "Kernels", "Copies and fills", "Steps"):
+        assert f"\n{title} " in out
+    assert out.count("100.00 % of 651.9 us GPU time owned by ops.") == 3
+    assert "82 more rows" in out
+    assert "GPU utilisation" in out and "time in kernels with tensor cores" in out
+
+
+def test_what_no_op_owns_is_a_row_even_when_few_rows_are_shown() -> None:
+    code, out = run("--trace", str(RECORDED / "raw.json.gz"), "--top", "1")
+    assert code == 0 and "(not owned by an op)" in out
+    assert "not owned: 1 x raw_add, 1.44 us, in range outer" in out
+
+
+def test_operators_are_sorted_by_the_column_asked_for() -> None:
+    path = str(RECORDED / "train.json.gz")
+    _, by_self = run("--trace", path, "--sort", "self_gpu_us", "--top", "1")
+    assert "aten::sum" in by_self and "engine: AddmmBackward0" not in by_self
+    code, out = run("--trace", path, "--sort", "colour")
+    assert code == 2 and "sort: 'colour' is not a column" in out and "self_gpu_us" in out
+
+
+def test_full_names_are_kernel_symbols() -> None:
+    path = str(RECORDED / "ops.json.gz")
+    assert "attnscope sm90 forward bf16" in run("--trace", path)[1]
+    assert "void attnscope::sm90::forward_kernel" in run("--trace", path, "--full-names")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "give a script to run, or --trace FILE"),
+        (["--trace", "a.json", "b.py"], "give a script to run, or --trace FILE"),
+        (["--trace", "nowhere.json"], "nowhere.json: No such file"),
+        (["--trace", "a.json", "--kineto"], "--kineto: a trace does not hold"),
+        (["nowhere.py"], "there is no file 'nowhere.py'; a module needs -m"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(arguments: list[str], said: str) -> None:
+    code, out = run(*arguments)
+    assert code == 2 and said in out and "Traceback" not in out
+
+
+def test_a_trace_that_is_cut_off_is_one_line_and_code_2(tmp_path: Path) -> None:
+    path = tmp_path / "cut.json"
+    path.write_text('{"traceEvents": [{"ph": "X",')
+    code, out = run("--trace", str(path))
+    assert code == 2 and "cut off at character 28" in out
+
+
+def test_a_trace_with_lost_kernels_is_marked_and_code_1(tmp_path: Path) -> None:
+    events = [op("a", 0, 50), launch(1, 10), launch(2, 20), kernel(2, 30, 40)]
+    code, out = run("--trace", str(write_trace(tmp_path / "lost.json", *events)))
+    assert code == 1
+    assert "INCOMPLETE: 1 of 2 launches have no kernel" in out and "too small" in out
+
+
+def test_a_script_gets_its_own_options_and_its_code_is_returned(
+    script: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = sys.argv, sys.path[:]
+    code, out = run("--top", "6", script, "--top", "9", "3")
+    assert code == 3
+    assert "arguments ['--top', '9', '3']" in out
+    assert "aten::matmul" in out and "work" in out and "no GPU time" in out
+    assert (sys.argv, sys.path) == before
+
+
+def test_a_script_that_fails_shows_its_own_traceback_and_what_ran(
+    script: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, out = run(script, "--fail")
+    errors = out + capfd.readouterr().err
+    assert code == 1
+    assert "RuntimeError: mine" in errors and "runpy" not in errors
+    assert "ended by RuntimeError: mine" in out and "aten::matmul" in out
+
+
+def test_an_interrupted_script_shows_what_ran(script: str) -> None:
+    code, out = run(script, "--stop")
+    assert code == 130
+    assert "ended by KeyboardInterrupt" in out and "aten::matmul" in out
+
+
+def test_a_script_without_ops_has_nothing_to_show_or_write(tmp_path: Path) -> None:
+    path = tmp_path / "idle.py"
+    path.write_text("print('idle')\n")
+    code, out = run("--output", str(tmp_path / "out"), str(path))
+    assert code == 0 and "nothing was recorded" in out and not (tmp_path / "out").exists()
+
+
+def test_a_module_runs_as_main(tmp_path: Path) -> None:
+    (tmp_path / "my_module.py").write_text(SCRIPT + "assert __name__ == '__main__'\n")
+    command = [sys.executable, "-m", "attnscope", "profile", "-m", "my_module", "--flag"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    assert "arguments ['--flag']" in done.stdout and "my_module: " in done.stdout
+
+
+def test_a_script_whose_events_were_lost_runs_again(
+    script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = [CpuEvent("call", "cudaLaunchKernel", 1, 0, 1)]
+    audits = [Audit(launches=5, lost=lost), Audit(launches=5)]
+    monkeypatch.setattr("attnscope.profile.result.audit", lambda trace: audits.pop(0))
+    code, out = run(script)
+    assert code == 0 and audits == [] and out.count("arguments []") == 2
+    audits.append(Audit(launches=5, lost=lost))
+    code, out = run("--retries", "0", script)
+    assert code == 1 and "INCOMPLETE" in out
+
+
+def strict(path: Path) -> Any:
+    def refuse(token: str) -> None:
+        raise AssertionError(f"{token} is not JSON")
+
+    return json.loads(path.read_text(), parse_constant=refuse)
+
+
+@pytest.mark.parametrize("name", ["train", "stack", "raw", "graph_both", "cold", "streams"])
+def test_output_holds_tables_page_and_trace(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    code, out = run("--trace", str(RECORDED / f"{name}.json.gz"), "--output", str(folder))
+    assert code == 0, out
+    for file in ("profile.json", "profile.html", "trace.json", "operators.csv", "kernels.csv"):
+        assert (folder / file).stat().st_size > 0 and file in out
+    assert isinstance(strict(folder / "profile.json"), dict)
+    assert strict(folder / "trace.json")["traceEvents"]
+    assert (folder / "modules.csv").exists() == (name == "stack")
+    operators = pandas.read_csv(folder / "operators.csv")
+    kernels = pandas.read_csv(folder / "kernels.csv")
+    assert operators["self_gpu_us"].sum() == pytest.approx(kernels["total_us"].sum())
+
+
+def test_output_of_a_run_without_a_gpu_is_whole(script: str, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    code, out = run("--stacks", "--memory", "--kineto", "--output", str(folder), script)
+    assert code == 0, out
+    assert isinstance(strict(folder / "profile.json"), dict)
+    assert (folder / "profile.html").exists() and (folder / "memory.csv").exists()
+    again, out = run("--trace", str(folder / "trace.json"))
+    assert again == 0 and "aten::matmul" in out

@@ -1,0 +1,199 @@
+"""profiling/*.py as a user calls them, on the CPU, and as targets of other tools."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from attnscope.bench.impls import ALIASES, DEFAULTS
+from attnscope.profile.attached import attached_tool
+from attnscope.profile.attention_command import attention_command
+from attnscope.profile.model_command import lm_command, pair_command
+
+ROOT = Path(__file__).parent.parent
+TOOLS = ("NSYS_", "NV_", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH")
+
+
+def script(name: str, *arguments: str, **environment: str) -> tuple[int, str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(TOOLS)}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "profiling" / name), *arguments],
+        capture_output=True, text=True, timeout=300, env=clean | environment,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "tool"),
+    [
+        ({}, None),
+        ({"NSYS_NVTX_PROFILER_REGISTER_ONLY": "0", "LD_PRELOAD": "libjemalloc.so"}, None),
+        ({"CUDA_INJECTION64_PATH": ""}, None),
+        ({"NSYS_PROFILING_SESSION_ID": "17"}, "nsys"),
+        ({"LD_PRELOAD": "/opt/nsys/libToolsInjectionProxy64.so"}, "nsys"),
+        ({"CUDA_INJECTION64_PATH": "/opt/nsys/libToolsInjection64.so"}, "nsys"),
+        ({"NV_COMPUTE_PROFILER_PERFWORKS_DIR": "/opt/ncu"}, "ncu"),
+        ({"NV_NSIGHT_INJECTION_PORT_BASE": "49152"}, "ncu"),
+        ({"LD_PRELOAD": "/x/libTreeLauncherTargetInjection.so"}, "ncu"),
+        ({"NV_SANITIZER_INJECTION_PORT_RANGE_BEGIN": "1"}, "compute-sanitizer"),
+        ({"CUDA_INJECTION64_PATH": "/my/nvbit.so"}, "a CUDA injection"),
+    ],
+)
+def test_the_tool_that_started_a_process(environment: dict[str, str], tool: str | None) -> None:
+    found = attached_tool(environment)
+    assert (found and found[0]) == tool
+    if found:
+        assert any(name in found[1] for name in environment)
+
+
+def test_profile_kernels_writes_tables_memory_and_a_trace(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    code, said = script(
+        "profile_kernels.py", "--seq-len", "64", "--impl", "flash", "--device", "cpu",
+        "--iterations", "3", "--output", str(output),
+    )  # fmt: skip
+    assert code == 0, said
+    assert "sdpa-flash, forward-fp32-b1-q64-k64-h8-kv8-d64-causal, cpu" in said
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in said
+    written = {path.name for path in output.iterdir()}
+    assert {"memory.csv", "allocations.csv", "trace.json", "profile.json"} <= written
+    content = json.loads((output / "profile.json").read_text())
+    calls = {row["name"]: row["calls"] for row in content["tables"]["operators"]}
+    assert calls["aten::scaled_dot_product_attention"] == 3
+    stages = {row["path"]: row["calls"] for row in content["tables"]["stages"]}
+    assert stages == {"measure": 1}
+    assert "traceEvents" in json.loads((output / "trace.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"NSYS_PROFILING_SESSION_ID": "1"}, {"NV_COMPUTE_PROFILER_PERFWORKS_DIR": "/opt/ncu"}],
+)
+def test_profile_kernels_leaves_the_profiler_off_under_a_tool(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    code, said = script(
+        "profile_kernels.py", "--seq-len", "32", "--device", "cpu", "--output", str(output),
+        **environment,
+    )  # fmt: skip
+    assert code == 0, said
+    assert f"{next(iter(environment))} is set): PyTorch's profiler stays off" in said
+    assert "ran 10 calls in the range 'measure'" in said
+    assert not output.exists()
+
+
+def test_profile_kernels_without_a_profile(tmp_path: Path) -> None:
+    code, said = script(
+        "profile_kernels.py", "--seq-len", "32", "--impl", "naive", "--no-profile",
+        "--output", str(tmp_path / "out"),
+    )  # fmt: skip
+    assert (code, (tmp_path / "out").exists()) == (0, False)
+    assert "ran 10 calls" in said
+
+
+def command(script: str, *arguments: str) -> tuple[int, str]:
+    """What a script does with arguments, in this process."""
+    app = typer.Typer()
+    if script == "profile_kernels.py":
+        app.command()(attention_command)
+    else:
+        app.command("lm")(lm_command)
+        app.command("pair")(pair_command)
+    result = CliRunner().invoke(app, arguments)
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result.exit_code, result.output
+
+
+def test_every_impl_and_alias_is_understood() -> None:
+    """Those of a CPU run, the others say what they need."""
+    names = {*DEFAULTS["cuda"], *DEFAULTS["cpu"], *ALIASES}
+    if torch.cuda.is_available():
+        names.remove("triton")  # it would take CPU tensors for the interpreter's
+    for name in sorted(names):
+        arguments = ["--seq-len", "16", "--impl", name, "--device", "cpu", "--no-profile"]
+        code, said = command("profile_kernels.py", *arguments)
+        able = ALIASES.get(name, name) in DEFAULTS["cpu"]
+        assert code == (0 if able else 2), said
+        assert "is not one of" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--impl", "nope"], "impl: 'nope' is not one of cuda, cuda-sm80, triton"),
+        (["--impl", "cuda", "--device", "cpu"], "cuda cannot do forward-fp32-b1-q512"),
+        (["--impl", "cpu", "--dtype", "int"], "dtype: 'int' is not one of bfloat16"),
+        (["--impl", "cpu", "--heads", "3", "--kv-heads", "2"], "is not a multiple of heads_kv"),
+        (["--device", "tpu"], "device: 'tpu' is not cuda"),
+    ],
+)
+def test_bad_input_of_profile_kernels_is_one_line(arguments: list[str], says: str) -> None:
+    code, said = command("profile_kernels.py", *arguments)
+    assert (code, says in said) == (2, True), said
+
+
+def test_profile_model_lm_writes_records_and_the_report(tmp_path: Path) -> None:
+    code, said = script(
+        "profile_model.py", "lm", "--models", "tiny", "--contexts", "16", "--impl",
+        "naive,cpu,cuda", "--device", "cpu", "--output", str(tmp_path),
+    )  # fmt: skip
+    assert code == 0, said
+    content = json.loads((tmp_path / "lm.json").read_text())
+    assert [row["status"] for row in content["rows"]] == ["ok", "ok", "skipped"]
+    report = (tmp_path / "lm.md").read_text()
+    assert "3 configurations: 2 ok, 1 skipped" in report
+    assert "no backward" in report
+    assert (tmp_path / "lm.html").exists()
+
+
+def test_profile_model_without_any_measured_configuration_fails(tmp_path: Path) -> None:
+    code, said = command(
+        "profile_model.py", "lm", "--models", "tiny", "--contexts", "16", "--impl", "cuda",
+        "--device", "cpu", "--output", str(tmp_path),
+    )  # fmt: skip
+    assert code == 1
+    assert "skipped: cuda: runs on cuda only, not on cpu" in said
+
+
+def test_profile_model_pair_says_what_each_change_brought(tmp_path: Path) -> None:
+    code, said = script(
+        "profile_model.py", "pair", "--model", "tiny", "--context", "16", "--larger-batch", "8",
+        "--device", "cpu", "--output", str(tmp_path),
+    )  # fmt: skip
+    assert code == 0, said
+    report = (tmp_path / "pair.md").read_text()
+    assert "times the tokens a second" in report
+    assert "| batch 8 instead of 4 | 128 |" in report
+    assert "No GPU time: no GPU" in report
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["lm", "--models", "huge"], "model: 'huge' is not one of small"),
+        (["lm", "--contexts", "a"], "--contexts: 'a' is not a list of positive integers"),
+        (["lm", "--precision", "int8"], "precision: 'int8' is not one of fp32"),
+        (["pair", "--impl", "nope"], "impl: 'nope' is not one of"),
+    ],
+)
+def test_bad_input_of_profile_model_is_one_line(arguments: list[str], says: str) -> None:
+    code, said = command("profile_model.py", *arguments)
+    assert (code, says in said) == (2, True), said
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["cuda", "triton", "flash", "naive"])
+def test_profile_kernels_on_a_gpu(impl: str, tmp_path: Path) -> None:
+    code, said = script("profile_kernels.py", "--impl", impl, "--output", str(tmp_path))
+    assert code == 0, said
+    content = json.loads((tmp_path / "profile.json").read_text())
+    assert content["attribution"]["share"] == 1.0
+    assert content["incomplete"] is None
+    assert (tmp_path / "kernels.csv").exists()

@@ -1,0 +1,216 @@
+"""Reading chrome traces: real recordings, exact times, nesting, and files that are no traces."""
+
+import gzip
+import json
+import tracemalloc
+from collections import Counter
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+from trace_files import RECORDED, RECORDINGS, cpu, kernel, launch, named, op, write_trace
+
+from attnscope.profile import jsonstream
+from attnscope.profile.trace import SENTINEL, WAIT, Trace
+
+
+def recording(name: str) -> Trace:
+    return Trace.read(RECORDED / f"{name}.json.gz")
+
+
+def raw_events(name: str) -> list[dict]:
+    """The events by another reader, with decimal numbers exact."""
+    with gzip.open(RECORDED / f"{name}.json.gz", "rt") as file:
+        return json.load(file, parse_float=Decimal)["traceEvents"]
+
+
+@pytest.mark.parametrize("name", RECORDINGS)
+def test_every_event_of_a_recording_is_read_once_with_its_exact_time(name: str) -> None:
+    trace, raw = recording(name), raw_events(name)
+    for kind, category in {
+        "kernel": "kernel",
+        "memcpy": "gpu_memcpy",
+        "memset": "gpu_memset",
+    }.items():
+        want = [e for e in raw if e.get("cat") == category and e["ph"] == "X"]
+        have = [e for e in trace.gpu if e.kind == kind]
+        assert len(have) == len(want)
+        assert sum(e.duration for e in have) == sum(e["dur"] * 1000 for e in want)
+    cpu_kinds = Counter(e.kind for e in trace.cpu)
+    raw_kinds = Counter(e.get("cat") for e in raw if e["ph"] == "X")
+    assert cpu_kinds["op"] == raw_kinds["cpu_op"]
+    assert cpu_kinds["range"] == raw_kinds["user_annotation"]
+    assert cpu_kinds["python"] == raw_kinds["python_function"]
+    assert cpu_kinds["call"] == raw_kinds["cuda_runtime"] + raw_kinds["cuda_driver"]
+    assert len(trace.overhead) == raw_kinds["overhead"]
+
+
+@pytest.mark.parametrize("name", RECORDINGS)
+def test_events_are_sorted_numbered_and_inside_their_parents(name: str) -> None:
+    trace = recording(name)
+    for events in (trace.cpu, trace.gpu):
+        assert [e.index for e in events] == list(range(len(events)))
+        assert all(a.start <= b.start for a, b in zip(events, events[1:], strict=False))
+    for event in trace.cpu:
+        if event.parent >= 0:
+            parent = trace.cpu[event.parent]
+            assert parent.thread == event.thread and parent.kind != "call"
+            assert parent.start <= event.start < parent.end
+            assert event.kind == "call" or event.end <= parent.end
+            assert event in trace.children(parent)
+    assert all(trace.start <= e.start and e.end <= trace.end for e in trace.gpu)
+
+
+@pytest.mark.parametrize("name", RECORDINGS)
+def test_gpu_work_is_joined_to_the_call_that_launched_it(name: str) -> None:
+    trace = recording(name)
+    for work in trace.gpu:
+        call = trace.cpu[work.launch]
+        assert work.launch >= 0 and call.kind == "call"
+        assert call.correlation == work.correlation and call.start <= work.start
+
+
+def test_details_of_a_kernel_are_those_of_the_recording() -> None:
+    trace = recording("cold")
+    gemm = next(k for k in trace.kernels if k.name.startswith("nvjet"))
+    assert (gemm.grid, gemm.block) == ((2, 64, 1), (384, 1, 1))
+    assert (gemm.registers, gemm.shared_bytes) == (168, 213268)
+    assert gemm.blocks_per_sm == 0.969697 and gemm.warps_per_sm == 11.636364
+    assert gemm.occupancy is None  # the recording says 0
+    assert trace.devices[0]["name"] == "NVIDIA H200" and trace.devices[0]["numSms"] == 132
+    assert [c.bytes for c in trace.copies] == [32768]
+    mm = next(e for e in recording("train").cpu if e.name == "aten::mm" and e.shapes)
+    assert len(mm.shapes or ()) == 2 and mm.dtypes == ("c10::BFloat16",) * 2
+
+
+def test_allocations_are_read_where_they_were_recorded() -> None:
+    memory = recording("stack").memory
+    assert len(memory) == 460
+    assert {m.device for m in memory} == {-1, 0}
+    assert max(m.allocated for m in memory if m.device == 0) > 70_000_000
+    assert recording("train").memory == []
+
+
+@pytest.mark.parametrize("chunk", [1, 13, 1000])
+def test_the_size_of_a_chunk_changes_nothing(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    want = recording("raw")
+    monkeypatch.setattr(jsonstream, "CHUNK", chunk)
+    have = recording("raw")
+    assert (have.cpu, have.gpu, have.metadata) == (want.cpu, want.gpu, want.metadata)
+
+
+def test_a_file_cut_off_anywhere_is_an_error_that_says_so(tmp_path: Path) -> None:
+    whole = gzip.decompress((RECORDED / "raw.json.gz").read_bytes())
+    path = tmp_path / "cut.json"
+    for size in [*range(0, len(whole) - 60, 997), len(whole.rstrip()) - 1]:
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"cut\.json: cut off at character \d+"):
+            Trace.read(path)
+    packed = tmp_path / "cut.json.gz"
+    packed.write_bytes((RECORDED / "raw.json.gz").read_bytes()[:-500])
+    with pytest.raises(ValueError, match=r"cut\.json\.gz: cut off"):
+        Trace.read(packed)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("hello", "'{' is expected"),
+        ("[1, 2]", "'{' is expected"),
+        ('{"a": 1}', "no traceEvents"),
+        ('{"traceEvents": {}}', r"'\[' is expected"),
+        ('{"traceEvents": [1]}', "event 1"),
+        ('{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "a"}]}', "event 1 .*'ts'"),
+        ('{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "a", "ts": "x"}]}', "event 1"),
+        ('{"traceEvents": [], 5: 1}', "a key is expected"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_an_error_that_says_why(
+    text: str, said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"other.json: .*{said}"):
+        Trace.read(path)
+
+
+def test_garbage_in_the_middle_is_not_taken_for_a_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jsonstream, "LONGEST_VALUE", 2000)
+    path = tmp_path / "garbled.json"
+    good = json.dumps(op("a", 1, 2))
+    path.write_text('{"traceEvents": [' + ",".join([good, "{oops}", *[good] * 100]) + "]}")
+    with pytest.raises(ValueError, match=r"not JSON at character \d+"):
+        Trace.read(path)
+
+
+def test_missing_and_packed_nonsense_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="No such file"):
+        Trace.read(tmp_path / "none.json")
+    (tmp_path / "no.json.gz").write_bytes(b"not gzip at all")
+    with pytest.raises(ValueError, match="damaged"):
+        Trace.read(tmp_path / "no.json.gz")
+
+
+def test_an_empty_trace_is_a_trace(tmp_path: Path) -> None:
+    trace = Trace.read(write_trace(tmp_path / "empty.json"))
+    assert (trace.cpu, trace.gpu, trace.start, trace.end) == ([], [], 0, 0)
+
+
+def test_events_that_cross_do_not_nest(tmp_path: Path) -> None:
+    path = write_trace(
+        tmp_path / "t.json", named("a", 0, 10), named("b", 5, 15), op("x", 6, 7), op("y", 12, 13)
+    )
+    trace = Trace.read(path)
+    parents = {e.name: e.parent for e in trace.cpu}
+    assert parents == {"a": -1, "b": -1, "x": 1, "y": 1}
+
+
+def test_events_of_the_same_time_nest_as_they_are_entered(tmp_path: Path) -> None:
+    path = write_trace(
+        tmp_path / "t.json",
+        op("op", 0, 10), cpu("python_function", "frame", 0, 10), named("range", 0, 10),
+    )  # fmt: skip
+    trace = Trace.read(path)
+    assert [e.name for e in trace.cpu] == ["range", "frame", "op"]
+    assert [e.parent for e in trace.cpu] == [-1, 0, 1]
+
+
+def test_a_call_that_ends_after_its_op_by_another_clock_belongs_to_it(tmp_path: Path) -> None:
+    late = cpu("cuda_runtime", "cudaLaunchKernel", 9, 10.4, correlation=1)
+    trace = Trace.read(write_trace(tmp_path / "t.json", op("op", 0, 10), late))
+    assert trace.cpu[1].parent == 0
+
+
+def test_sentinels_are_taken_out_and_bound_the_window(tmp_path: Path) -> None:
+    path = write_trace(
+        tmp_path / "t.json",
+        named(SENTINEL, 0, 10), op("aten::add_", 1, 4), launch(1, 2), kernel(1, 3, 4),
+        op("work", 20, 30), launch(2, 21), kernel(2, 25, 28, "mine"),
+        named(WAIT, 32, 38), cpu("cuda_runtime", "cudaDeviceSynchronize", 33, 37, correlation=9),
+        named(SENTINEL, 40, 50), op("aten::add_", 41, 44),
+    )  # fmt: skip
+    trace = Trace.read(path)
+    assert trace.sentinels == [1, 0]
+    assert [k.name for k in trace.gpu] == ["mine"]
+    assert [e.name for e in trace.cpu] == ["work", "cudaLaunchKernel"]
+    assert (trace.start, trace.end) == (10_000, 40_000)
+
+
+def test_memory_is_bounded_by_the_size_of_the_file(tmp_path: Path) -> None:
+    """Twice the bytes of the JSON, at most; the same holds at 200 MB."""
+    path = tmp_path / "big.json"
+    with gzip.open(RECORDED / "stack.json.gz", "rt") as file:
+        events = [json.dumps(e) for e in json.load(file)["traceEvents"]]
+    with path.open("w") as file:
+        file.write('{"traceEvents": [' + ",\n".join(events * 4) + "]}")
+    tracemalloc.start()
+    try:
+        trace = Trace.read(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(trace.kernels) == 4 * 164
+    # One chunk and what is decoded of it are a few MB whatever the size.
+    assert peak < 2 * path.stat().st_size + 4 * jsonstream.CHUNK
