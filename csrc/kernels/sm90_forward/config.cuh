@@ -38,13 +38,13 @@ struct ForwardTile {
 inline constexpr int kAnyRows = INT_MAX;
 inline constexpr ForwardTile kForwardTiles[] = {
     {64, 256, 64, 2, 4, false, false, 1024, 4096,
-     "causal S = 512, 1024: 268, 360; 192 rows of 128 keys: 238, 319"},
+     "causal S = 512, 1024: 278, 373; 192 rows of 128 keys: 241, 327"},
     {64, 192, 128, 2, 3, false, false, kAnyRows, kAnyRows,
-     "S = 8192: 563; 256 rows of 64 keys: 530"},
+     "S = 8192: 587; 256 rows of 64 keys: 560"},
     {128, 192, 64, 1, 4, false, true, 512, 8192,
-     "causal S = 512, 1024: 335, 450; 128 rows of 128 keys: 300, 446"},
+     "causal S = 512, 1024: 332, 466; 128 rows of 128 keys: 292, 446"},
     {128, 128, 128, 1, 2, false, true, kAnyRows, kAnyRows,
-     "S = 8192: 753; 192 rows of 64 keys: 736, no turns: 747"},
+     "S = 8192: 756; 192 rows of 64 keys: 744"},
     {256, 128, 64, 1, 2, false, true, kAnyRows, kAnyRows, "1.04; 80 keys, scores not kept: 0.98"},
 };
 inline constexpr int kForwardTileCount = sizeof(kForwardTiles) / sizeof(kForwardTiles[0]);
