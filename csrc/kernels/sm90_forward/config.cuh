@@ -11,7 +11,6 @@ struct ForwardTile {
   int block_n;       // keys of one step
   int q_stages;      // Q tiles in flight: the present one and the next, or one
   int stages;        // K and V tiles in flight
-  bool take_turns;   // consumers issue their products one after the other
   bool keep_scores;  // through the softmax; else they are computed again when the maximum rose
   int full_rows;     // serves calls of up to this many query rows,
   int causal_rows;   // causal ones of up to this many
@@ -37,15 +36,13 @@ struct ForwardTile {
 // (docs/perf-log.md).
 inline constexpr int kAnyRows = INT_MAX;
 inline constexpr ForwardTile kForwardTiles[] = {
-    {64, 256, 64, 2, 4, false, false, 1024, 4096,
+    {64, 256, 64, 2, 4, false, 1024, 4096,
      "causal S = 512, 1024: 278, 373; 192 rows of 128 keys: 241, 327"},
-    {64, 192, 128, 2, 3, false, false, kAnyRows, kAnyRows,
-     "S = 8192: 587; 256 rows of 64 keys: 560"},
-    {128, 192, 64, 1, 4, false, true, 512, 8192,
+    {64, 192, 128, 2, 3, false, kAnyRows, kAnyRows, "S = 8192: 587; 256 rows of 64 keys: 560"},
+    {128, 192, 64, 1, 4, true, 512, 8192,
      "causal S = 512, 1024: 332, 466; 128 rows of 128 keys: 292, 446"},
-    {128, 128, 128, 1, 2, false, true, kAnyRows, kAnyRows,
-     "S = 8192: 756; 192 rows of 64 keys: 744"},
-    {256, 128, 64, 1, 2, false, true, kAnyRows, kAnyRows, "1.04; 80 keys, scores not kept: 0.98"},
+    {128, 128, 128, 1, 2, true, kAnyRows, kAnyRows, "S = 8192: 756; 192 rows of 64 keys: 744"},
+    {256, 128, 64, 1, 2, true, kAnyRows, kAnyRows, "1.04; 80 keys, scores not kept: 0.98"},
 };
 inline constexpr int kForwardTileCount = sizeof(kForwardTiles) / sizeof(kForwardTiles[0]);
 inline constexpr int kMaxConsumers = 4;

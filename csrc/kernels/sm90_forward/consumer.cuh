@@ -154,8 +154,7 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
   using ptx::shared_address;
   constexpr int kBlockN = Config::kBlockN;
   constexpr int kStages = Config::kStages;
-  constexpr int kFirstTurn = 1;  // named barriers kFirstTurn + consumer; 0 is __syncthreads
-  constexpr int kRowsCleared = kFirstTurn + Config::kConsumers;
+  constexpr int kRowsCleared = 1;  // a named barrier; 0 is __syncthreads
   const int consumer = ptx::uniform(threadIdx.x / 128 - 1);
   const bool elected = threadIdx.x % 32 == 0;  // one arrival a warp
   const auto k = [&](const Slot<kStages>& slot) {
@@ -167,21 +166,10 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
   };
   const float scale_log2 = a.scores.scale_log2;
 
-  const auto take_turn = [&] {
-    if (Config::kTakeTurns) ptx::barrier_sync(kFirstTurn + consumer, 256);
-  };
-  const auto pass_turn = [&] {
-    if (Config::kTakeTurns) {
-      ptx::barrier_arrive(kFirstTurn + (consumer + 1 == Config::kConsumers ? 0 : consumer + 1),
-                          256);
-    }
-  };
   const auto release = [&](uint64_t& barrier) {
     __syncwarp();
     if (elected) ptx::mbarrier_arrive(shared_address(&barrier));
   };
-  if (Config::kTakeTurns && consumer == Config::kConsumers - 1)
-    ptx::barrier_arrive(kFirstTurn, 256);
 
   Fragments<Config> f;
   int tiles = 0, blocks = 0;  // uses of the rings so far
@@ -222,10 +210,6 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
     const auto skip = [&](int block, int last) {
       for (; block >= last; --block) {
         const Slot<kStages> slot(blocks++);
-        if (block + 1 < w.range.end) {
-          take_turn();
-          pass_turn();
-        }
         ptx::mbarrier_wait(shared_address(&s.k_empty[slot.stage]), slot.parity ^ 1);
         release(s.k_empty[slot.stage]);
         if (needs_clearing(block)) await_v(slot, block);
@@ -238,10 +222,6 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
     timeline.tile(tiles - 1, ConsumerTile::kSkipFirst);
     skip(ptx::uniform(w.range.end) - 1, end);
     if (begin < end) {
-      if (end < w.range.end) {  // the first block takes no turn, but where the others' does
-        take_turn();
-        pass_turn();
-      }
       float factor[2];
       Probabilities<Config> p[2];  // of this block, and of the last, which P V still reads
       // What only boundary blocks need is read from shared memory when they need it.
@@ -292,15 +272,12 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
         const Slot<kStages> v_slot(blocks++), k_slot(blocks);
         const ptx::WgmmaDescriptor k_tile = k(k_slot), v_tile = v(v_slot);
         const bool boundary = is_boundary(block);
-        timeline.step(blocks, ConsumerStep::kAwaitTurn);
-        take_turn();
         timeline.step(blocks, ConsumerStep::kIssueScores);
         issue_scores<Config>(f, q, k_tile);
         timeline.step(blocks, ConsumerStep::kAwaitV);
         ptx::mbarrier_wait(shared_address(&s.v_full[v_slot.stage]), v_slot.parity);
         timeline.step(blocks, ConsumerStep::kIssueOutput);
         issue_output<Config>(f, p_before, v_tile);
-        pass_turn();
         timeline.step(blocks, ConsumerStep::kAwaitScores);
         ptx::wgmma_wait<1>();
         ptx::pin_registers(f.s);

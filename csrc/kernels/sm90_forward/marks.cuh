@@ -60,7 +60,6 @@ struct ConsumerTile {
 
 struct ConsumerStep {
   enum : int {
-    kAwaitTurn,
     kIssueScores,
     kAwaitV,
     kIssueOutput,

@@ -9,7 +9,7 @@
 
 #define ATTNSCOPE_EXPORT extern "C" __attribute__((visibility("default")))
 
-// The tile that serves a call: head_dim, block_m, block_n, q_stages, stages, consumers, take_turns,
+// The tile that serves a call: head_dim, block_m, block_n, q_stages, stages, consumers,
 // keep_scores. False where none does.
 ATTNSCOPE_EXPORT bool attnscope_timeline_tile(int head_dim, int rows, bool causal, int* tile) {
   using namespace attnscope::sm90;
@@ -17,8 +17,8 @@ ATTNSCOPE_EXPORT bool attnscope_timeline_tile(int head_dim, int rows, bool causa
   if (chosen < 0) return false;
   const ForwardTile& t = kForwardTiles[chosen];
   const int values[] = {t.head_dim, t.block_m,     t.block_n,    t.q_stages,
-                        t.stages,   t.consumers(), t.take_turns, t.keep_scores};
-  std::copy_n(values, 8, tile);
+                        t.stages,   t.consumers(), t.keep_scores};
+  std::copy_n(values, 7, tile);
   return true;
 }
 

@@ -30,7 +30,6 @@ struct ForwardConfig {
   static constexpr int kQBytes = 2 * kBlockM * kHeadDim;
   static constexpr int kTileBytes = 2 * kBlockN * kHeadDim;  // of K or V
   static constexpr int kRowBytes = 128;  // one swizzled row of a 64-element column block
-  static constexpr bool kTakeTurns = kTile.take_turns;
   static constexpr bool kKeepScores = kTile.keep_scores;
 
   static_assert(kTile.head_dim == kHeadDim, "the tile table has no such row");

@@ -26,7 +26,6 @@ COLOURS = {
     layout.ISSUE: "#000000",
     layout.TENSOR_WAIT: "#DDDDDD",
     layout.LOAD_WAIT: "#CC79A7",
-    layout.TURN_WAIT: "#F0E442",
     layout.TILE_WAIT: "#9A9A9A",
     layout.SLOT_WAIT: "#EFEFEF",
 }

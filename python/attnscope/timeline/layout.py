@@ -16,11 +16,10 @@ SOFTMAX = "softmax"
 ISSUE = "issue"
 TENSOR_WAIT = "wait for tensor cores"
 LOAD_WAIT = "wait for loads"
-TURN_WAIT = "wait for its turn"
 TILE_WAIT = "wait for a tile"
 SLOT_WAIT = "wait for a free slot"
 OUTPUT = "rescale O, epilogue"
-KINDS = (SOFTMAX, OUTPUT, ISSUE, TENSOR_WAIT, LOAD_WAIT, TURN_WAIT, TILE_WAIT, SLOT_WAIT)
+KINDS = (SOFTMAX, OUTPUT, ISSUE, TENSOR_WAIT, LOAD_WAIT, TILE_WAIT, SLOT_WAIT)
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,6 @@ CONSUMER_TILE = (
     State("Epilogue", "epilogue", OUTPUT),
 )
 CONSUMER_STEP = (
-    State("AwaitTurn", "wait for its turn", TURN_WAIT),
     State("IssueScores", "issue S", ISSUE, scores=True),
     State("AwaitV", "wait for V", LOAD_WAIT, scores=True),
     State("IssueOutput", "issue P V", ISSUE, scores=True, output=True),

@@ -22,8 +22,7 @@ from attnscope.kernels import symbol_matches
 SOURCES = ("csrc/kernels/sm90_forward/launch.cu", "csrc/attn/tile_counter.cu")
 FOLDERS = ("csrc/ptx", "csrc/attn", "csrc/kernels/sm90_forward")
 TILE_FIELDS = (
-    "head_dim", "block_m", "block_n", "q_stages", "stages", "consumers", "take_turns",
-    "keep_scores",
+    "head_dim", "block_m", "block_n", "q_stages", "stages", "consumers", "keep_scores",
 )  # fmt: skip
 
 
