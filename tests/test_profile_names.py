@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 
@@ -30,11 +31,11 @@ def symbols() -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def one(*parts: str) -> str:
-    """The recorded symbol that has all the parts."""
+def having(*parts: str) -> list[str]:
+    """The recorded symbols that have all the parts; one at least."""
     hits = [symbol for symbol in symbols() if all(part in symbol for part in parts)]
-    assert len(hits) == 1, hits
-    return hits[0]
+    assert hits, parts
+    return hits
 
 
 def test_every_recorded_symbol_has_a_short_name_of_its_own() -> None:
@@ -51,7 +52,9 @@ NAMES = {
     ("sm90::ForwardConfig<__nv_bfloat16, 128, 128>",): "attnscope sm90 forward bf16 D128 M128",
     ("sm90::ForwardConfig<__nv_bfloat16, 64, 192>",): "attnscope sm90 forward bf16 D64 M192",
     ("sm80::ForwardConfig<__nv_bfloat16, 256>",): "attnscope sm80 forward bf16 D256",
-    ("attnscope_triton_forward",): "attnscope triton forward bf16 D64 causal_or_right",
+    ("attnscope_triton_forward", "d64_dv64_causal"): (
+        "attnscope triton forward bf16 D64 causal_or_right"
+    ),
     ("CUDAFunctor_add<c10::BFloat16>",): "elementwise add<bf16> vec8",
     ("elementwise_kernel<4, at::native::BinaryFunctor", "MulFunctor"): (
         "elementwise mul<fp32> vec4"
@@ -69,12 +72,25 @@ NAMES = {
     ),
     ("compute_dot_do_o",): "cuDNN sdpa compute_dot_do_o",
     ("cute::C<192>, cute::C<128>, cute::C<64>",): "FA3 forward bf16 D64 tile 192x128 causal",
-    ("cute::C<128>, cute::C<176>, cute::C<128>",): ("FA3 forward bf16 D128 tile 128x176 cluster 2"),
-    ("flash_fwd_kernel", "<64, 128, 128", "false, true, false, false"): (
+    ("CollectiveMainloopFwdSm90<2, cute::tuple<cute::C<2>", "C<128>, cute::C<176>, cute::C<128>"): (
+        "FA3 forward bf16 D128 tile 128x176 cluster 2"
+    ),
+    ("C<128>, cute::C<176>, cute::C<128>", "VarlenDynamic"): (
+        "FA3 forward bf16 D128 tile 128x176 varlen"
+    ),
+    ("flash_fwd_kernel<", "traits<64, 128, 128", " >, false, true, false, false, false"): (
         "torch FA2 forward bf16 D64 tile 128x128 causal"
     ),
-    ("flash_fwd_splitkv_kernel",): "torch FA2 forward split-kv bf16 D64 tile 64x256 causal",
-    ("xmma_gemm",): "sm80_xmma_gemm_f32f32_f32f32_f32_nn_n_128x64x8_stage3_ffma",
+    ("flash_fwd_kernel<", "traits<64, 128, 128", " >, false, false, false, false, true"): (
+        "torch FA2 forward bf16 D64 tile 128x128 even"
+    ),
+    ("flash_fwd_splitkv_kernel<", "traits<64, 64, 256"): (
+        "torch FA2 forward split-kv bf16 D64 tile 64x256 causal even"
+    ),
+    ("xmma_gemm", "_nn_n_tilesize128x64x8"): (
+        "sm80_xmma_gemm_f32f32_f32f32_f32_nn_n_128x64x8_stage3_ffma"
+    ),
+    ("FillFunctor<bool>",): "elementwise fill<bool> vec4",
     ("nvjet_sm90_tst_128x64",): "nvjet_sm90_tst_128x64_64x8_1x2_h_bz_NNT",
     ("raw_add",): "raw_add",
     ("Device -> Pinned",): "Memcpy DtoH (Device -> Pinned)",
@@ -83,7 +99,12 @@ NAMES = {
 
 @pytest.mark.parametrize("parts", NAMES, ids=lambda parts: parts[0][:30])
 def test_short_name(parts: tuple[str, ...]) -> None:
-    assert short_name(one(*parts)) == NAMES[parts]
+    assert [short_name(symbol) for symbol in having(*parts)] == [NAMES[parts]]
+
+
+def test_names_of_cute_kernels() -> None:
+    for symbol in having("flash_attncute"):
+        assert re.fullmatch("FA4 forward sm90 layouts [0-9a-f]{7}", short_name(symbol))
 
 
 def test_long_names_are_cut_and_stay_apart() -> None:
@@ -153,21 +174,40 @@ def test_categories_of_recorded_kernels() -> None:
     assert [symbol for symbol in symbols() if category(symbol) == "other"] == ["raw_add"]
     expected = {
         "GEMM": ("nvjet_sm90_tst_128x64", "xmma_gemm"),
-        "attention": ("attnscope_triton", "compute_dot_do_o", "convert_dq", "splitkv_combine"),
+        "attention": (
+            "attnscope_triton",
+            "compute_dot_do_o",
+            "convert_dq",
+            "splitkv_combine",
+            "fmha_cutlassF",
+            "flash_attncute",
+            "prepare_varlen",
+        ),
         "norm": ("GammaBetaBackward", "layer_norm_grad_input", "vectorized_layer_norm"),
         "reduction": ("MeanOps", "sum_functor"),
         "memory": ("CatArrayBatchedCopy", "unrolled_elementwise", "FillFunctor<long>", "Pageable"),
+        "softmax": ("softmax_warp_forward", "cunn_SoftMaxForward"),
         "elementwise": ("CUDAFunctor_add<", "LerpFunctor", "GeluBackward", "pow_tensor_scalar"),
     }
     for kind, parts in expected.items():
-        assert [category(one(part)) for part in parts] == [kind] * len(parts)
+        for part in parts:
+            assert {category(symbol) for symbol in having(part)} == {kind}, part
 
 
 def test_hand_written_matrix_kernels_count_as_tensor_core_work() -> None:
     using = {symbol for symbol in symbols() if uses_tensor_cores(symbol)}
-    for part in ("attnscope::sm90", "attnscope::sm80", "FlashAttnFwdSm90", "nvjet", "wgmma"):
-        having = {symbol for symbol in symbols() if part in symbol}
-        assert having and having <= using, part
-    for part in ("ffma", "at::native", "combine_kernel", "dot_do_o", "convert_dq", "Mem"):
-        having = {symbol for symbol in symbols() if part in symbol}
-        assert having and not having & using, part
+    for part in (
+        "attnscope::sm90", "attnscope::sm80", "FlashAttnFwdSm90", "nvjet", "wgmma", "fmha_cutlassF",
+        "flash_attncute",
+    ):  # fmt: skip
+        assert set(having(part)) <= using, part
+    for part in (
+        "ffma",
+        "at::native",
+        "combine_kernel",
+        "dot_do_o",
+        "convert_dq",
+        "Memcpy",
+        "Memset",
+    ):
+        assert not set(having(part)) & using, part

@@ -25,6 +25,7 @@ _TYPES = {
     "c10::Float8_e5m2": "e5m2", "cutlass::float_e5m2_t": "e5m2",
     "unsigned char": "u8", "signed char": "i8", "unsigned int": "u32", "unsigned long": "u64",
     "float": "fp32", "double": "fp64", "long": "i64", "int": "i32", "short": "i16",
+    "bool": "bool",
 }  # fmt: skip
 _TYPE = re.compile(rf"(?<![\w:])(?:{'|'.join(map(re.escape, _TYPES))})(?!\w)")
 
@@ -75,9 +76,7 @@ def _attnscope_triton(symbol: str, match: re.Match[str]) -> str:
 def _fa3(symbol: str, match: re.Match[str]) -> str:
     """Template arguments of CollectiveMainloop{Fwd,Bwd}Sm90: stages, cluster, tile, ... flags."""
     cluster, tile = (_ints(t.replace("cute::C", "")) for t in _TUPLE.findall(symbol)[:2])
-    flags = re.search(r"cutlass::arch::Sm\d+, (true|false), (true|false)", symbol)
-    names = zip(("causal", "local"), flags.groups() if flags else (), strict=False)
-    masks = [name for name, value in names if value == "true"]
+    masks = _flags(symbol, r"cutlass::arch::Sm\d+", ("causal", "local", "softcap", "varlen"))
     if cluster[0] > 1:
         masks.append(f"cluster {cluster[0]}")
     which = "forward" if match[1] == "Fwd" else "backward"
@@ -95,10 +94,24 @@ def _fa2(symbol: str, match: re.Match[str]) -> str:
     if traits is None:
         return name
     name = _words(name, _dtype(traits[4]), f"D{traits[1]}", f"tile {traits[2]}x{traits[3]}")
-    flags = re.search(r">, (true|false), (true|false)", symbol)
-    # Dropout comes first, except where keys are split: then it is the causal flag.
-    causal = flags is not None and flags[1 if "splitkv" in kind else 2] == "true"
-    return _words(name, "causal" if causal else "")
+    # "even": no row is past the end of its tile.
+    flags: tuple[str, ...] = ("causal", "local", "alibi", "even")
+    if "splitkv" not in kind:
+        flags = ("dropout", *flags)
+    return _words(name, *_flags(symbol, " >", flags))
+
+
+def _fa4(symbol: str, match: re.Match[str]) -> str:
+    """CuTe's names hold the layouts of the tensors and little else: a checksum tells them apart."""
+    which = "forward" if match[1] == "fwd" else "backward"
+    return f"FA4 {which} {match[2]} layouts {zlib.crc32(symbol.encode()) & 0xFFFFFFF:07x}"
+
+
+def _flags(symbol: str, before: str, names: tuple[str, ...]) -> list[str]:
+    """Which of the boolean template arguments that follow `before` are true, by these names."""
+    found = re.search(before + r"((?:, (?:true|false))+)", symbol)
+    values = found[1].split(", ")[1:] if found else []
+    return [name for name, value in zip(names, values, strict=False) if value == "true"]
 
 
 def _cudnn_sdpa(symbol: str, match: re.Match[str]) -> str:
@@ -184,6 +197,7 @@ _FAMILIES: tuple[tuple[re.Pattern[str], Callable[[str, re.Match[str]], str]], ..
         (r"^attnscope_triton_(\w+?)_(bf16|fp16|fp32)_d(\d+)_dv(\d+)(\w*)", _attnscope_triton),
         (r"FlashAttn(Fwd|Bwd)Sm\d+<flash::CollectiveMainloop", _fa3),
         (r"(\w+)::flash_(fwd|bwd)_(\w*?)_?kernel", _fa2),
+        (r"flash_attncute\w*?flash_(fwd|bwd)_(sm\d+)", _fa4),
         (r"^cudnn_generated_\w*sdpa_(sm\d+)_flash_([fb])prop_(\w+)", _cudnn_sdpa),
         (r"cudnn::fusion::(\w+)<", lambda symbol, match: f"cuDNN sdpa {match[1]}"),
         (r"^nvjet_\w+", _same),
@@ -210,7 +224,7 @@ _CATEGORIES = tuple(
         (
             "attention",
             r"attnscope|flash_(fwd|bwd)|flashattn|sdpa|fmha|attention|flash_bwd"
-            r"|cudnn::fusion::(compute_dot_do_o|convert_dq)",
+            r"|cudnn::fusion::(compute_dot_do_o|convert_dq)|flash::prepare_varlen",
         ),
         ("softmax", r"softmax"),
         ("norm", r"(layer|rms|batch|group|instance)_?norm|GammaBeta|cudnn::bn_|RowwiseMoments"),
@@ -225,7 +239,7 @@ _CATEGORIES = tuple(
             r"|scatter|transpose",
         ),
         ("reduction", r"reduce|LpNorm|dot_kernel|embedding_backward"),
-        ("elementwise", r"elementwise|multi_tensor_apply|dropout"),
+        ("elementwise", r"elementwise|multi_tensor_apply|dropout|triu_tril"),
     )
 )
 
