@@ -327,3 +327,16 @@ def test_columns_that_do_not_fit_are_left_out_and_numbers_never_cut() -> None:
     narrow = fit(needed, {"name", "op"}, 80)
     assert "self_cpu_us" not in narrow and narrow["gpu_us"] == 10 and narrow["calls"] == 5
     assert narrow["name"] >= 24 and sum(narrow.values()) + 3 * len(narrow) + 1 <= 80
+
+
+def test_a_table_that_pytorch_cannot_make_is_said_and_the_profile_kept(monkeypatch, capsys) -> None:
+    def fail(recorder: object) -> None:
+        raise UnicodeDecodeError("utf-8", b"\xbe", 0, 1, "invalid start byte")
+
+    monkeypatch.setattr("attnscope.profile.kineto.averages", fail)
+    with profile(kineto=True) as found:
+        torch.ones(2) + 1
+    assert "aten::add" in set(found.operators().name)
+    assert "key_averages() failed in PyTorch" in capsys.readouterr().err
+    with pytest.raises(ProfileError, match="invalid start byte"):
+        found.kineto_comparison()

@@ -150,7 +150,8 @@ def write_chrome_trace(profile: Profile, path: str | os.PathLike[str]) -> None:
 
 def _open(path: str | os.PathLike[str], mode: str) -> IO[str]:
     opener: Callable[..., IO[str]] = gzip.open if str(path).endswith(".gz") else open
-    return opener(path, f"{mode}t", encoding="utf-8")
+    # A name that PyTorch garbled is no reason to lose the rest.
+    return opener(path, f"{mode}t", encoding="utf-8", errors="replace")
 
 
 def _added(attribution: Attribution, source: Path) -> Iterator[dict[str, Any]]:

@@ -43,7 +43,7 @@ class Profile:
         unprofiled_wall_s, unprofiled_reason: of the same call without the profiler, or why not.
         sm_clock_mhz, sm_clock_reason: of the current device right after the region, or why not.
         interrupted: the exception that ended the region, as text; what ran before it is here.
-        kineto: rows of `key_averages()`, where they were asked for.
+        kineto, kineto_reason: rows of `key_averages()`, or why there are none.
     """
 
     trace: Trace
@@ -60,6 +60,7 @@ class Profile:
         self.sm_clock_reason: str | None = None
         self.interrupted: str | None = None
         self.kineto: list[dict[str, Any]] | None = None
+        self.kineto_reason = "the rows of key_averages() were not kept; kineto=True does"
 
     def __getattr__(self, name: str) -> Any:
         if name in Profile.__annotations__:
@@ -175,11 +176,11 @@ class Profile:
         return detect(self.attribution)
 
     def kineto_comparison(self) -> pandas.DataFrame:
-        """See kineto.comparison. Raises ProfileError unless `kineto` was on."""
+        """See kineto.comparison. Raises ProfileError where there are no rows, with the reason."""
         from attnscope.profile.kineto import comparison
 
         if self.kineto is None:
-            raise ProfileError("kineto: the rows of key_averages() were not kept; kineto=True does")
+            raise ProfileError(f"kineto: {self.kineto_reason}")
         return comparison(self.attribution, self.kineto)
 
     def expect(self, name: str, launches: int) -> None:

@@ -189,7 +189,11 @@ class profile:
         if self.kineto:
             from attnscope.profile.kineto import averages
 
-            found.kineto = averages(recorder)
+            try:
+                found.kineto = averages(recorder)
+            except UnicodeDecodeError as error:  # PyTorch kept the name of a frame that is gone
+                found.kineto_reason = f"key_averages() failed in PyTorch: {error}"
+                say(f"profile: {found.kineto_reason}", "yellow", stderr=True)
 
 
 @contextmanager
