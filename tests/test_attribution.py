@@ -348,6 +348,20 @@ def test_backward_is_not_credited_to_a_thread_that_is_at_work(tmp_path: Path) ->
     assert at_work.ranges(at_work.trace.kernels[0]) == ()
 
 
+def test_gradients_are_accumulated_in_the_backward_of_the_nodes_before(tmp_path: Path) -> None:
+    """AccumulateGrad has no forward op to tell its caller; other threads ran ops of their own."""
+    about = {"Sequence number": 5, "Fwd thread id": 1}
+    accumulate = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
+    owners = made(
+        tmp_path,
+        op("elsewhere", 0, 5, tid=3), cpu("python_function", "loop.py(1): wait", 0, 100, tid=4),
+        op("aten::mul", 10, 20, **{"Sequence number": 5}), named("step", 50, 100),
+        op(ENGINE, 60, 70, tid=9, **about), op(accumulate, 71, 80, tid=9),
+        op("aten::add_", 72, 79, tid=9), launch(1, 73, tid=9), kernel(1, 75, 78),
+    )  # fmt: skip
+    assert [r.name for r in owners.ranges(owners.trace.kernels[0])] == ["step"]
+
+
 def test_forward_threads_are_told_apart_by_their_sequence_numbers(tmp_path: Path) -> None:
     events = []
     for thread in (1, 2):

@@ -104,9 +104,10 @@ class Attribution:
         engine = next((e for e in (event, *self.trace.ancestors(event)) if _is_engine(e)), None)
         if engine is None:
             return None
-        forward = self._forward_threads.get(engine.forward_thread)
-        others = [t for t in self._by_thread if t not in self._autograd_threads]
-        caller = forward if forward is not None else others[0] if len(others) == 1 else None
+        # A node without a forward op (AccumulateGrad) belongs to the pass of the nodes before it.
+        known = self._callers[engine.thread]
+        at = bisect_left(known, (engine.start + 1,)) - 1
+        caller = known[at][1] if at >= 0 else self._only_thread
         if caller is None or caller == event.thread:
             return None
         # A thread that runs ops of its own meanwhile is not waiting in backward(); the engine's
@@ -120,6 +121,23 @@ class Attribution:
         """Threads that do nothing but backward ops of the engine at their outermost level."""
         outer = [e for e in self.trace.cpu if e.kind == "op" and e.parent < 0]
         return {e.thread for e in outer} - {e.thread for e in outer if not _is_engine(e)}
+
+    @cached_property
+    def _only_thread(self) -> int | None:
+        """The thread that ran ops or ranges, if but one beside autograd's did."""
+        busy = {e.thread for e in self.trace.cpu if e.kind in ("op", "range")}
+        busy -= self._autograd_threads
+        return busy.pop() if len(busy) == 1 else None
+
+    @cached_property
+    def _callers(self) -> dict[int, list[tuple[int, int]]]:
+        """Of each autograd thread, when its nodes began and the threads of their forward ops."""
+        found: dict[int, list[tuple[int, int]]] = {thread: [] for thread in self._autograd_threads}
+        for event in self.trace.cpu:
+            forward = self._forward_threads.get(event.forward_thread)
+            if forward is not None and event.thread in found and _is_engine(event):
+                found[event.thread].append((event.start, forward))
+        return found
 
     # Forward of backward
 
