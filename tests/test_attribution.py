@@ -254,6 +254,25 @@ def test_kinetos_table_is_explained_row_by_row() -> None:
     assert copy.ours_us == 0 and copy.explanation.startswith("copies and fills")
 
 
+def test_rows_that_are_no_ops_are_said_to_be_none(tmp_path: Path) -> None:
+    owners = made(
+        tmp_path, named("a", 0, 9), op("a", 1, 8), cpu("python_function", "f.py(1): f", 2, 7),
+        launch(1, 3), kernel(1, 5, 6, "a"),
+    )  # fmt: skip
+    about = {"count": 1, "self_dev": 1.0, "dev_total": 1.0, "cpu": 1.0}
+    rows = [
+        {"key": key, "dev": f"DeviceType.{device}", "ua": annotation} | about
+        for key, device, annotation in (
+            ("a", "CPU", False), ("a", "CPU", True), ("a", "CUDA", True), ("a", "CUDA", False),
+            ("f.py(1): f", "CPU", False), ("cudaLaunchKernel", "CPU", False),
+        )
+    ]  # fmt: skip
+    said = [text.split(":")[0] for text in comparison(owners, rows)["explanation"]]
+    assert said == [
+        "same", "a range", "annotation row", "double row", "a Python frame", "a CUDA call",
+    ]  # fmt: skip
+
+
 # Made traces
 
 
@@ -328,54 +347,6 @@ def test_a_range_on_another_thread_owns_nothing_here(tmp_path: Path) -> None:
     assert stages(owners)[NO_RANGE]["kernels"] == 1
 
 
-ENGINE = "autograd::engine::evaluate_function: MulBackward0"
-
-
-def test_backward_is_not_credited_to_a_thread_that_is_at_work(tmp_path: Path) -> None:
-    """The thread that ran the forward goes on with other ops: it did not call this backward."""
-    about = {"Sequence number": 5, "Fwd thread id": 1}
-    forward = [named("forward", 0, 40), op("aten::mul", 10, 20, **{"Sequence number": 5})]
-    backward = [
-        op(ENGINE, 60, 90, tid=9, **about), op("MulBackward0", 61, 89, tid=9, **about),
-        op("aten::mul", 65, 80, tid=9), launch(1, 66, tid=9), kernel(1, 70, 95),
-    ]  # fmt: skip
-    waiting = made(tmp_path, *forward, named("step", 50, 100), *backward)
-    work = waiting.trace.kernels[0]
-    assert [r.name for r in waiting.ranges(work)] == ["step"]
-    mul = waiting.forward_op(waiting.op(work))  # type: ignore[arg-type]
-    assert mul is not None and (mul.name, mul.thread) == ("aten::mul", 1)
-    at_work = made(tmp_path, *forward, named("step", 50, 100), op("z", 70, 75), *backward)
-    assert at_work.ranges(at_work.trace.kernels[0]) == ()
-
-
-def test_gradients_are_accumulated_in_the_backward_of_the_nodes_before(tmp_path: Path) -> None:
-    """AccumulateGrad has no forward op to tell its caller; other threads ran ops of their own."""
-    about = {"Sequence number": 5, "Fwd thread id": 1}
-    accumulate = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
-    owners = made(
-        tmp_path,
-        op("elsewhere", 0, 5, tid=3), cpu("python_function", "loop.py(1): wait", 0, 100, tid=4),
-        op("aten::mul", 10, 20, **{"Sequence number": 5}), named("step", 50, 100),
-        op(ENGINE, 60, 70, tid=9, **about), op(accumulate, 71, 80, tid=9),
-        op("aten::add_", 72, 79, tid=9), launch(1, 73, tid=9), kernel(1, 75, 78),
-    )  # fmt: skip
-    assert [r.name for r in owners.ranges(owners.trace.kernels[0])] == ["step"]
-
-
-def test_forward_threads_are_told_apart_by_their_sequence_numbers(tmp_path: Path) -> None:
-    events = []
-    for thread in (1, 2):
-        for number in range(3):
-            at = 100 * thread + 10 * number
-            sequence = {"Sequence number": number + thread}
-            events.append(op(f"f{thread}", at, at + 5, tid=thread, **sequence))
-            about = sequence | {"Fwd thread id": thread}
-            events.append(op("Back", 1000 + at, 1005 + at, tid=9, **about))
-    owners = made(tmp_path, *events)
-    back = [e for e in owners.trace.cpu if e.name == "Back"]
-    assert [owners.forward_op(e).name for e in back] == ["f1"] * 3 + ["f2"] * 3  # type: ignore[union-attr]
-
-
 def test_a_backward_whose_forward_is_not_in_the_window_has_none(tmp_path: Path) -> None:
     owners = made(tmp_path, op("Back", 0, 5, **{"Sequence number": 5, "Fwd thread id": 1}))
     assert owners.forward_op(owners.trace.cpu[0]) is None
@@ -411,6 +382,26 @@ def test_captured_launches_are_not_lost() -> None:
     found = audit(recording("graph_both").trace)
     assert (found.launches, found.captured, found.problem) == (5, 3, None)
     assert all(audit(recording(name).trace).problem is None for name in RECORDINGS)
+
+
+def test_launches_of_autograd_are_captured_too(tmp_path: Path) -> None:
+    events = [
+        launch(1, 0, "cudaStreamBeginCapture_v10000"), launch(2, 10), launch(3, 20, tid=9),
+        launch(4, 30, "cudaStreamEndCapture_v10000"), launch(5, 40),
+    ]  # fmt: skip
+    found = audit(made(tmp_path, *events).trace)
+    assert (found.captured, found.launches, len(found.lost)) == (2, 1, 1)
+
+
+def test_ops_that_cross_inside_another_leave_it_no_negative_time(tmp_path: Path) -> None:
+    rows = operators(made(tmp_path, op("a", 0, 20), op("x", 1, 15), op("y", 2, 16), op("z", 3, 17)))
+    assert (rows["a"]["cpu_us"], rows["a"]["self_cpu_us"]) == (20, 4)
+
+
+def test_kernels_without_a_launch_count_one_by_one(tmp_path: Path) -> None:
+    owners = made(tmp_path, op("a", 0, 5), kernel(7, 10, 20), kernel(8, 20, 20), kernel(9, 30, 40))
+    row = operators(owners)[NO_OP]
+    assert (row["calls"], row["kernels"], row["self_gpu_us"]) == (3, 3, 20)
 
 
 def test_missing_sentinels_are_a_problem_with_a_cause() -> None:

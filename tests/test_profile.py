@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from trace_files import RECORDED
+from trace_files import RECORDED, cpu, kernel, launch, op, write_trace
 
 from attnscope.profile import Profile, ProfileError, annotate, profile, session
 from attnscope.profile.audit import Audit
 from attnscope.profile.show import NO_GPU_TIME, attribution_line, heading
-from attnscope.profile.terminal import fit
+from attnscope.profile.terminal import GAP, fit
 from attnscope.profile.trace import CpuEvent
 
 
@@ -201,6 +201,13 @@ def test_two_profilers_at_once_are_refused_and_the_first_goes_on() -> None:
                 pass
         torch.ones(3).neg()
     assert any(e.key == "aten::neg" for e in theirs.key_averages())
+    mine = profile()
+    with mine as first:
+        with pytest.raises(ProfileError, match="running already"):
+            with mine:
+                pass
+        torch.ones(3).neg()
+    assert "aten::neg" in names(first)
     with profile():
         pass
 
@@ -268,6 +275,27 @@ def test_expected_launches_are_checked_by_name_and_number() -> None:
             cpu.expect("aten::ones", 20)
 
 
+def test_lines_are_shown_for_a_program_without_modules(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_trace(
+        tmp_path / "lines.json", cpu("python_function", "mine.py(7): step", 0, 50), op("a", 1, 40),
+        launch(1, 2), kernel(1, 5, 9),
+    )  # fmt: skip
+    Profile.read(path).print()
+    out = capsys.readouterr().out
+    assert out.startswith("lines: a GPU without a name; window 50 us; GPU work in 4 us of it\n")
+    assert "Python lines" in out and "mine.py(7): step" in out and "Modules" not in out
+
+
+def test_expected_launches_count_under_an_op_that_only_the_external_id_names(
+    tmp_path: Path,
+) -> None:
+    events = [op("outer", 0, 9), op("inner", 1, 8, **{"External id": 3})]
+    path = write_trace(tmp_path / "t.json", *events, kernel(5, 9, 10, **{"External id": 3}))
+    Profile.read(path).expect("outer", 1)
+
+
 @pytest.mark.parametrize("option", ["warmup", "retries"])
 def test_a_negative_number_is_refused(option: str) -> None:
     with pytest.raises(ValueError, match=f"{option}: -1 is not 0 or more"):
@@ -326,7 +354,9 @@ def test_columns_that_do_not_fit_are_left_out_and_numbers_never_cut() -> None:
     assert wide == needed
     narrow = fit(needed, {"name", "op"}, 80)
     assert "self_cpu_us" not in narrow and narrow["gpu_us"] == 10 and narrow["calls"] == 5
-    assert narrow["name"] >= 24 and sum(narrow.values()) + 3 * len(narrow) + 1 <= 80
+    assert narrow["name"] >= 24 and sum(narrow.values()) + GAP * (len(narrow) - 1) <= 80
+    assert list(fit({"range": 30, "calls": 5, "gpu_us": 60}, {"range"}, 40)) == ["range", "calls"]
+    assert list(fit({"name": 60, "calls": 5, "gpu_us": 10}, {"name"}, 45).values()) == [26, 5, 10]
 
 
 def test_a_table_that_pytorch_cannot_make_is_said_and_the_profile_kept(monkeypatch, capsys) -> None:

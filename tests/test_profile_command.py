@@ -9,7 +9,9 @@ from typing import Any
 
 import pandas
 import pytest
-from trace_files import RECORDED, kernel, launch, op, write_trace
+from rich.cells import cell_len
+from rich.console import Console
+from trace_files import RECORDED, kernel, launch, named, op, write_trace
 from typer.testing import CliRunner
 
 from attnscope.cli import build
@@ -48,7 +50,7 @@ def test_a_recorded_trace_is_shown_with_the_attribution_under_each_table() -> No
     assert "train: H200 SXM; window 29.14 ms; GPU work in 663.8 us of it" in out
     assert "complete: each of 164 launches has its work in the trace" in out
     for title in ("Stages", "Operators", "Kernels", "Copies and fills", "Steps"):
-        assert f"\n{title} " in out
+        assert f"\n{title}\n" in out
     assert out.count("100.00 % of 651.9 us GPU time owned by ops.") == 3
     assert "82 more rows" in out
     assert "GPU utilisation" in out and "time in kernels with tensor cores" in out
@@ -66,6 +68,50 @@ def test_operators_are_sorted_by_the_column_asked_for() -> None:
     assert "aten::sum" in by_self and "engine: AddmmBackward0" not in by_self
     code, out = run("--trace", path, "--sort", "colour")
     assert code == 2 and "sort: 'colour' is not a column" in out and "self_gpu_us" in out
+
+
+ODD = [
+    "näm 漢字漢字漢字漢字",
+    "[bold]x[/bold]",
+    "quo'te\"",
+    "a\nb",
+    "\x1b[31mred",
+    "x" * 10_000,
+    "",
+]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_tables_are_no_wider_than_the_terminal_whatever_the_names(
+    width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def narrow(stderr: bool = False) -> Console:
+        return Console(stderr=stderr, width=width, force_terminal=True, color_system=None)
+
+    events = []
+    for at, name in enumerate(ODD):
+        start = 1000 * at
+        events += [named(name, start, start + 900), op(name, start + 1, start + 800)]
+        events += [launch(at + 1, start + 2), kernel(at + 1, start + 9, start + 12345, name)]
+        events += [launch(at + 50, start + 850), kernel(at + 50, start + 870, start + 880, name)]
+    monkeypatch.setattr("attnscope.profile.terminal.console", narrow)
+    for path in (write_trace(tmp_path / "odd.json", *events), RECORDED / "stack.json.gz"):
+        code, out = run("--trace", str(path), "--full-names")
+        assert code == 0 and "\x1b" not in out.replace("\x1b[1m", "").replace("\x1b[0m", "")
+        lines = out.splitlines()
+        rules = [at for at, line in enumerate(lines) if line.startswith("──")]
+        assert len(rules) >= 4
+        for at in rules:
+            assert len(lines[at]) <= width
+            assert cell_len(lines[at - 1]) == cell_len(lines[at + 1]) == len(lines[at])
+            assert "…" not in lines[at - 1]
+    assert "[bold]x[/bold]" in run("--trace", str(tmp_path / "odd.json"))[1]
+
+
+def test_without_a_gpu_that_is_said_once_and_no_empty_column_is_shown(script: str) -> None:
+    code, out = run("--stacks", script)
+    assert code == 0 and out.count("no GPU time") == 1
+    assert "memcpy" not in out and "cpu" in out
 
 
 def test_full_names_are_kernel_symbols() -> None:
@@ -178,6 +224,13 @@ def test_output_holds_tables_page_and_trace(name: str, tmp_path: Path) -> None:
     operators = pandas.read_csv(folder / "operators.csv")
     kernels = pandas.read_csv(folder / "kernels.csv")
     assert operators["self_gpu_us"].sum() == pytest.approx(kernels["total_us"].sum())
+
+
+def test_output_that_cannot_be_written_is_one_line_and_code_1(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    path = str(RECORDED / "raw.json.gz")
+    code, out = run("--trace", path, "--output", str(tmp_path / "file" / "out"))
+    assert code == 1 and "Traceback" not in out and "Not a directory" in out
 
 
 def test_output_of_a_run_without_a_gpu_is_whole(script: str, tmp_path: Path) -> None:

@@ -281,6 +281,21 @@ def test_replays_own_their_kernels() -> None:
     assert found.stages().set_index("path").loc["replay"].kernels == 6
 
 
+def test_a_captured_backward_is_no_loss() -> None:
+    x = randn(1024, dtype=torch.float32).requires_grad_()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.autograd.grad((x * x).sum(), x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with profile() as found:
+        with torch.cuda.graph(graph):
+            torch.autograd.grad((x * x).sum(), x)
+        graph.replay()
+    assert found.incomplete is None and found.audit.captured >= 3
+    assert row(found, REPLAY).kernels >= 3
+
+
 PTX = b"""
 .version 7.0
 .target sm_70
@@ -347,12 +362,18 @@ class Net(torch.nn.Module):
 @pytest.mark.parametrize("stacks", [False, True])
 def test_backward_is_credited_to_range_op_and_module(stacks: bool) -> None:
     net, x = Net().cuda(), randn(128, 256, dtype=torch.float32)
-    net(x).sum().backward()
+    net(x).sum().backward()  # so that gradients are there to be added to
+    done = threading.Event()
+    # Its Python frames are recorded with stacks.
+    idle = threading.Thread(target=done.wait, daemon=True)
+    idle.start()
     with profile(stacks=stacks, memory=stacks) as found:
         with annotate("forward"):
             loss = net(x).sum()
         with annotate("backward"):
             loss.backward()
+    done.set()
+    idle.join()
     owners = found.attribution
     assert owners.share == 1.0
     linear = row(found, "aten::addmm")

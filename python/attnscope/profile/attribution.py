@@ -7,7 +7,7 @@ part.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from functools import cached_property
@@ -17,6 +17,8 @@ from attnscope.profile.trace import CpuEvent, GpuEvent, Trace
 GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
 MODULE = "nn.Module: "
 ENGINE = "autograd::engine::evaluate_function: "
+# In the Python frames that wait in backward().
+ENGINE_CALLS = ("run_backward of torch._C._EngineBase", "): _engine_run_backward")
 
 
 class Attribution:
@@ -49,12 +51,17 @@ class Attribution:
 
     def op_at(self, thread: int, time: int) -> CpuEvent | None:
         """The innermost op that a thread was in at a time."""
-        at = bisect_left(self._starts.get(thread, []), time + 1) - 1
-        if at < 0:
-            return None
-        last = self._by_thread[thread][at]
-        around = (last, *self.trace.ancestors(last))
-        return next((e for e in around if e.kind == "op" and e.end > time), None)
+        return next((e for e in self._open_at(thread, time) if e.kind == "op"), None)
+
+    def _last_at(self, thread: int, time: int) -> CpuEvent | None:
+        """The last event that a thread had begun at a time."""
+        at = bisect_right(self._starts.get(thread, []), time) - 1
+        return self._by_thread[thread][at] if at >= 0 else None
+
+    def _open_at(self, thread: int, time: int) -> list[CpuEvent]:
+        """What a thread was in at a time, innermost first."""
+        last = self._last_at(thread, time)
+        return [e for e in (last, *self.trace.ancestors(last)) if e.end > time] if last else []
 
     @cached_property
     def disagreements(self) -> list[GpuEvent]:
@@ -89,54 +96,123 @@ class Attribution:
 
     def _ranges_at(self, thread: int, time: int) -> tuple[CpuEvent, ...]:
         """The ranges open on a thread at a time."""
-        at = bisect_left(self._starts[thread], time) - 1
-        if at < 0:
+        last = self._last_at(thread, time)
+        if last is None:
             return ()
-        last = self._by_thread[thread][at]
         around = [self.trace.cpu[i] for i in self._open[last.index]]
         around += [last] if last.kind == "range" else []
         return tuple(e for e in around if e.end > time)
 
+    # The caller of backward()
+
     def _caller(self, event: CpuEvent) -> int | None:
-        """The thread that waits in backward() for an event of an autograd thread, else None."""
+        """The thread that waits in backward() for an event of an autograd thread, else None.
+
+        It is the thread of the forward, or the one in Python's call of the engine where stacks
+        were recorded, or the only one that could wait. Of several none is guessed.
+        """
         if event.thread not in self._autograd_threads:
             return None
-        engine = next((e for e in (event, *self.trace.ancestors(event)) if _is_engine(e)), None)
-        if engine is None:
-            return None
-        # A node without a forward op (AccumulateGrad) belongs to the pass of the nodes before it.
-        known = self._callers[engine.thread]
-        at = bisect_left(known, (engine.start + 1,)) - 1
-        caller = known[at][1] if at >= 0 else self._only_thread
-        if caller is None or caller == event.thread:
-            return None
-        # A thread that runs ops of its own meanwhile is not waiting in backward(); the engine's
-        # own calls of the CUDA API there are no ops.
-        starts, events = self._starts[caller], self._by_thread[caller]
-        within = events[bisect_left(starts, engine.start) : bisect_left(starts, engine.end)]
-        return None if any(e.kind == "op" for e in within) else caller
+        at = self._outermost[event.index]
+        outer = self.trace.cpu[at] if at >= 0 else event
+        inside, blind = [], []
+        for thread in self._by_thread.keys() - self._autograd_threads:
+            around = self._open_at(thread, outer.start)
+            if any(map(_is_call, around)):
+                inside.append(thread)
+            elif not any(e.kind == "python" for e in around):
+                blind.append(thread)
+        origin = self._origins.get(at)
+        if origin and origin[0] in (*inside, *blind) and self._waits(*origin, outer.end):
+            return origin[0]
+        could = inside or [t for t in blind if t in self._own_ops]
+        could = [t for t in could if self._waits(t, outer.start, outer.end)]
+        return could[0] if len(could) == 1 else None
+
+    def _waits(self, thread: int, start: int, end: int) -> bool:
+        """Could a thread have waited in backward() meanwhile: it goes on after it, and began no op
+        but those that the engine runs on the calling thread, for the CPU's part of a graph."""
+        own = self._own_ops.get(thread, [])
+        return self._last[thread] >= end and bisect_left(own, start) == bisect_left(own, end)
+
+    @cached_property
+    def _last(self) -> dict[int, int]:
+        """When the last event of a thread ended."""
+        return {t: max(e.end for e in events) for t, events in self._by_thread.items()}
+
+    @cached_property
+    def _outermost(self) -> list[int]:
+        """For each CPU event, the index of the outermost op around it or of itself, -1 for none."""
+        outer: list[int] = []
+        for event in self.trace.cpu:
+            above = outer[event.parent] if event.parent >= 0 else -1
+            outer.append(event.index if above < 0 and event.kind == "op" else above)
+        return outer
+
+    @cached_property
+    def _own_ops(self) -> dict[int, list[int]]:
+        """Of threads that are not autograd's and have ops or ranges: when their ops began, those
+        inside backward ops of the engine apart."""
+        starts: dict[int, list[int]] = {}
+        for event in self.trace.cpu:
+            if event.kind in ("op", "range") and event.thread not in self._autograd_threads:
+                own = starts.setdefault(event.thread, [])
+                if event.kind == "op" and not self._in_engine[event.index]:
+                    own.append(event.start)
+        return starts
+
+    @cached_property
+    def _in_engine(self) -> list[bool]:
+        """For each CPU event, is it a backward op of the engine or inside one."""
+        found: list[bool] = []
+        for event in self.trace.cpu:
+            found.append(_is_engine(event) or event.parent >= 0 and found[event.parent])
+        return found
 
     @cached_property
     def _autograd_threads(self) -> set[int]:
-        """Threads that do nothing but backward ops of the engine at their outermost level."""
-        outer = [e for e in self.trace.cpu if e.kind == "op" and e.parent < 0]
-        return {e.thread for e in outer} - {e.thread for e in outer if not _is_engine(e)}
+        """Threads that the engine runs backward on while another thread waits.
 
-    @cached_property
-    def _only_thread(self) -> int | None:
-        """The thread that ran ops or ranges, if but one beside autograd's did."""
-        busy = {e.thread for e in self.trace.cpu if e.kind in ("op", "range")}
-        busy -= self._autograd_threads
-        return busy.pop() if len(busy) == 1 else None
-
-    @cached_property
-    def _callers(self) -> dict[int, list[tuple[int, int]]]:
-        """Of each autograd thread, when its nodes began and the threads of their forward ops."""
-        found: dict[int, list[tuple[int, int]]] = {thread: [] for thread in self._autograd_threads}
+        Such a thread begins with a backward op that nothing called. What it runs outside them is
+        the end of a backward pass (of DDP, FSDP), without gradients, so without sequence numbers.
+        """
+        first: dict[int, CpuEvent] = {}
+        at_work = set()
         for event in self.trace.cpu:
-            forward = self._forward_threads.get(event.forward_thread)
-            if forward is not None and event.thread in found and _is_engine(event):
-                found[event.thread].append((event.start, forward))
+            if event.kind in ("op", "range"):
+                first.setdefault(event.thread, event)
+            if event.kind == "op" and event.sequence >= 0 and not event.forward_thread:
+                if not self._in_engine[event.index]:
+                    at_work.add(event.thread)
+        engine = {t for t, e in first.items() if _is_engine(e)}
+        called = {t for t in engine if any(map(_is_call, self.trace.ancestors(first[t])))}
+        return engine - called - at_work
+
+    @cached_property
+    def _origins(self) -> dict[int, tuple[int, int]]:
+        """Outermost ops of autograd threads -> thread of their forward, and since when it must
+        have waited.
+
+        A backward op without a forward op (AccumulateGrad) runs right after the one that feeds it,
+        and has its thread. A forward that ran inside backward (double backward) has the thread of
+        that backward.
+        """
+        found: dict[int, tuple[int, int]] = {}
+        before: dict[int, tuple[int, int]] = {}
+        for event in self.trace.cpu:
+            if event.thread not in self._autograd_threads:
+                continue
+            if self._outermost[event.index] != event.index:
+                continue
+            thread = self._forward_threads.get(event.forward_thread)
+            if thread in self._autograd_threads:
+                forward = self.forward_op(event)
+                inner = found.get(self._outermost[forward.index]) if forward else None
+                thread = inner[0] if inner else None
+            if thread is not None:
+                before[event.thread] = (thread, event.start)
+            if event.thread in before:
+                found[event.index] = before[event.thread]
         return found
 
     # Forward of backward
@@ -153,16 +229,22 @@ class Attribution:
 
     @cached_property
     def _forward_threads(self) -> dict[int, int]:
-        """The profiler's number of a forward thread -> thread, by shared sequence numbers."""
+        """The profiler's number of a forward thread -> thread: by the profiler's arrows from
+        forward to backward, else by shared sequence numbers, where only one thread has the most.
+        """
+        arrows: dict[int, Counter[int]] = defaultdict(Counter)
         wanted: dict[int, set[int]] = defaultdict(set)
         for event in self.trace.cpu:
             if event.forward_thread and event.sequence >= 0:
                 wanted[event.forward_thread].add(event.sequence)
+                if thread := self.trace.arrows.get((event.thread, event.start)):
+                    arrows[event.forward_thread][thread] += 1
         threads = {}
         for number, sequences in wanted.items():
-            hits = Counter(t for t, sequence in self._forwards if sequence in sequences)
-            if hits:
-                threads[number] = hits.most_common(1)[0][0]
+            hits = arrows[number] or Counter(t for t, one in self._forwards if one in sequences)
+            best = hits.most_common(2)
+            if best and (len(best) == 1 or best[0][1] > best[1][1]):
+                threads[number] = best[0][0]
         return threads
 
     def forward_op(self, event: CpuEvent) -> CpuEvent | None:
@@ -240,6 +322,10 @@ def busy_ns(events: Iterable[CpuEvent | GpuEvent]) -> int:
 
 def _is_engine(event: CpuEvent) -> bool:
     return event.kind == "op" and event.name.startswith(ENGINE)
+
+
+def _is_call(event: CpuEvent) -> bool:
+    return event.kind == "python" and any(call in event.name for call in ENGINE_CALLS)
 
 
 def _open_ranges(events: list[CpuEvent]) -> list[tuple[int, ...]]:

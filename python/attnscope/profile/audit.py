@@ -52,7 +52,7 @@ class Audit:
             said.append(f"no kernel of {missing} of the {len(self.sentinels)} sentinels is there")
         return (
             "; ".join(said) + ": events were lost, at an end of the window or because the "
-            "profiler's buffers were full. Profile fewer steps"
+            "profiler's buffers were full, or a launch failed. Profile fewer steps"
         )
 
 
@@ -71,7 +71,8 @@ def audit(trace: Trace) -> Audit:
         elif LAUNCH.match(event.name):
             if event.index in started:
                 found.launches += 1
-            elif event.thread in capturing:
+            elif capturing:
+                # Of any thread: backward is captured from autograd's.
                 found.captured += 1
             else:
                 found.launches += 1

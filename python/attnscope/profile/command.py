@@ -77,7 +77,7 @@ def profile_command(
             found.print(top=top, sort=sort, full_names=full_names)
             if output is not None and not found.empty:
                 _write(found, output)
-        except ProfileError as error:
+        except (ProfileError, OSError) as error:
             say(f"profile: {error}", "red")
             code = code or 1
     raise typer.Exit(code or int(found.incomplete is not None))

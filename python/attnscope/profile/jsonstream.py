@@ -54,6 +54,8 @@ def members(file: IO[str], path: Path, key: str) -> Iterator[tuple[str, Any]]:
         if not text.accept(","):
             text.expect("}", "after a value")
             break
+    if text.peek():
+        raise text.wrong("it goes on after the end of the object")
     if not found:
         raise ValueError(f"{path}: it has no {key}")
 
@@ -106,11 +108,14 @@ class _Text:
         while True:
             try:
                 value, end = self.decoder.raw_decode(self.text, self.at)
-                if end < len(self.text):
+                rest = self.text[end : end + 3]
+                if rest.lstrip(".eE+-"):
                     self.at = end
                     return value
                 # A number at the end of the chunk may go on in the next one.
                 if not self.more():
+                    if rest:
+                        raise self.cut()
                     self.at = len(self.text)
                     return value
             except json.JSONDecodeError as error:

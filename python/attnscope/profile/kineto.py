@@ -20,6 +20,7 @@ UNOWNED_ROW = "device row: no op owns it"
 OVERHEAD = "overhead of the driver or the profiler, counted as device time; no kernel"
 RANGE = "a range: see the stage table"
 CALL = "a CUDA call: no op"
+FRAME = "a Python frame: no op; see the tables of modules and lines"
 
 
 def averages(recorder: Any) -> list[dict[str, Any]]:
@@ -52,6 +53,7 @@ def comparison(attribution: Attribution, rows: Iterable[Mapping[str, Any]]) -> p
     kernels, copies, again = _device_time(attribution)
     overhead = {one.name for one in attribution.trace.overhead}
     symbols = {work.name: work for work in attribution.trace.gpu}
+    frames = {event.name for event in attribution.trace.cpu if event.kind == "python"}
     rows = list(rows)
     phantom = sum(row["self_dev"] for row in rows if row["key"] in overhead)
     found = []
@@ -75,7 +77,7 @@ def comparison(attribution: Attribution, rows: Iterable[Mapping[str, Any]]) -> p
             explanation = KERNEL_ROW if work.kind == "kernel" else COPY_ROW
             explanation = explanation if attribution.op(work) else UNOWNED_ROW
         else:
-            explanation = CALL
+            explanation = FRAME if name in frames else CALL
         found.append(
             {
                 "name": name,

@@ -196,8 +196,8 @@ class Profile:
         seen = set()
         for kernel in self.trace.kernels:
             op = self.attribution.op(kernel)
-            around = [e.name for e in self.trace.ancestors(kernel) if e.kind == "op"]
-            names = {kernel.name, *([op.name] if op else []), *around}
+            around = (op, *self.trace.ancestors(op)) if op else ()
+            names = {kernel.name, *(e.name for e in around if e.kind == "op")}
             seen |= names
             hits += any(name in one for one in names)
         if not self.trace.kernels:

@@ -74,10 +74,11 @@ class profile:
         self.shapes, self.stacks, self.memory, self.kineto = shapes, stacks, memory, kineto
 
     def __enter__(self) -> Profile:
-        self._profile = Profile(self.name)
-        self._recording = self._record(self._profile)
-        self._recording.__enter__()
-        return self._profile
+        found = Profile(self.name)
+        recording = self._record(found)
+        recording.__enter__()
+        self._profile, self._recording = found, recording
+        return found
 
     def __exit__(
         self,

@@ -50,13 +50,13 @@ def print_profile(
     if sort is not None and sort not in SORTED:
         raise ValueError(f"sort: {sort!r} is not a column of the operators; one of {SORTED}")
     operators, stages, kernels = profile.operators(), profile.stages(), profile.kernels()
-    line = attribution_line(profile.attribution)
+    gpu = bool(profile.trace.kernels)
+    line = attribution_line(profile.attribution) if gpu else ""  # it is said once, above
     say(heading(profile), "bold")
     _print_state(profile)
     if profile.empty:
         say("nothing was recorded: no op, no range, no GPU event")
         return
-    gpu = bool(profile.trace.kernels)
     if len(stages):
         shown = stages.assign(
             range=["  " * d + n for d, n in zip(stages.depth, stages.range, strict=True)]
@@ -80,6 +80,7 @@ def print_profile(
             for depth, path in zip(modules.depth, modules.module, strict=True)
         ]
         print_table("Modules", modules.assign(module=names), _module_columns(modules), top, line)
+    if any(event.kind == "python" for event in profile.trace.cpu) and gpu:
         lines = line_table(profile.links())
         print_table("Python lines", lines, _line_columns(lines), top, LINES_NOTE)
     if len(memory := profile.memory()):
@@ -95,7 +96,8 @@ def heading(profile: Profile) -> str:
 
     device = profile.device
     names = sorted({str(d.get("name")) for d in profile.trace.devices})
-    said = [device.name if device else ", ".join(names) or "no GPU"]
+    unknown = "a GPU without a name" if profile.trace.gpu else "no GPU"
+    said = [device.name if device else ", ".join(names) or unknown]
     window = (profile.trace.end - profile.trace.start) / 1e3
     said.append(f"window {duration(window)}")
     if profile.trace.gpu:
@@ -121,14 +123,13 @@ def attribution_line(attribution: Attribution) -> str:
         return NO_GPU_TIME
     total, replayed = attribution.total_ns, attribution.replayed_ns
     said = f"{percent(attribution.share)} of {duration(total / 1e3)} GPU time owned"
+    by_ops = attribution.owned_ns - replayed
     if not replayed:
         said += " by ops"
     else:
-        said += (
-            f": {percent((attribution.owned_ns - replayed) / total)} by ops, "
-            f"{percent(replayed / total)} by replays of CUDA graphs (the trace does not say which "
-            "op captured a kernel)"
-        )
+        said += f": {percent(by_ops / total)} by ops, " if by_ops else ": "
+        said += f"{percent(replayed / total)} by replays of CUDA graphs (the trace does not say "
+        said += "which op captured a kernel)"
     if not attribution.unowned:
         return said
     groups: Counter[tuple[str, str]] = Counter()
@@ -156,9 +157,9 @@ def _print_state(profile: Profile) -> None:
         said += f"; {audit.captured} more were captured into a graph" if audit.captured else ""
         say(said, "green")
     if audit.orphans:
-        say(f"{len(audit.orphans)} kernels have no launch call in the trace", "yellow")
+        say(f"kernels without a launch call in the trace: {len(audit.orphans)}", "yellow")
     if wrong := profile.attribution.disagreements:
-        say(f"{len(wrong)} kernels: launch time and external id name different ops", "yellow")
+        say(f"kernels whose launch lies in another op than their id names: {len(wrong)}", "yellow")
     if profile.interrupted:
         say(f"ended by {profile.interrupted}; what ran before it is below", "yellow")
     if not profile.trace.kernels:
@@ -208,14 +209,12 @@ def _operator_columns(table: pandas.DataFrame, gpu: bool) -> list[Column]:
 
 
 def _speed_columns(table: pandas.DataFrame) -> list[Column]:
-    columns: list[Column] = []
-    if table["tflops"].notna().any():
-        columns.append(("TFLOP/s", "tflops", lambda value: f"{value:.4g}"))
-    if table["mfu"].notna().any():
-        columns.append(("MFU", "mfu", percent))
-    if table["mfu_at_clock"].notna().any():
-        columns.append(("at clock", "mfu_at_clock", percent))
-    return columns
+    columns: list[Column] = [
+        ("TFLOP/s", "tflops", lambda value: f"{value:.4g}"),
+        ("MFU", "mfu", percent),
+        ("at clock", "mfu_at_clock", percent),
+    ]
+    return [column for column in columns if table[column[1]].notna().any()]
 
 
 def _kernel_columns(table: pandas.DataFrame, full_names: bool) -> list[Column]:

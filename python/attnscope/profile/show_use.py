@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pandas
-
 from attnscope.bench.show import say
 from attnscope.profile.breakdown import PARTS
-from attnscope.profile.terminal import Column, duration, percent, print_table
+from attnscope.profile.terminal import Column, duration, percent, plain, print_table
 
 if TYPE_CHECKING:
     from attnscope.profile.result import Profile
@@ -35,7 +33,7 @@ def print_use(profile: Profile, top: int) -> None:
 def _print_steps(profile: Profile, top: int) -> None:
     steps = profile.steps()
     columns: list[Column] = [("step", "step", str), ("wall", "wall_us", duration)]
-    columns += [(part, f"{part}_us", duration) for part in PARTS]
+    columns += [(part, f"{part}_us", duration) for part in PARTS if steps[f"{part}_us"].any()]
     note = f"steps: {steps.attrs['steps']}; each instant counts once, in the leftmost part"
     if steps.attrs["setup_us"] is not None:
         note += f"; set-up in the first step: {duration(max(steps.attrs['setup_us'], 0.0))}"
@@ -55,15 +53,16 @@ def _print_efficiency(profile: Profile) -> None:
 def _print_findings(profile: Profile) -> None:
     for finding in profile.findings():
         say("")
-        say(f"{finding.kind}: {finding.title}", "bold yellow")
-        evidence = pandas.DataFrame(finding.evidence[:EVIDENCE])
-        for row in evidence.to_dict("records"):
-            say("  " + ", ".join(f"{key} {_short(value)}" for key, value in row.items()))
+        say(plain(f"{finding.kind}: {finding.title}"), "bold yellow")
+        for row in finding.evidence[:EVIDENCE]:
+            say("  " + ", ".join(_said(key, value) for key, value in row.items()))
         if len(finding.evidence) > EVIDENCE:
             say(f"  and {len(finding.evidence) - EVIDENCE} more", "dim")
         say(f"  try: {finding.advice}")
 
 
-def _short(value: object) -> str:
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= 60 else text[:59] + "…"
+def _said(key: str, value: object) -> str:
+    if key.endswith("_us") and isinstance(value, int | float):
+        return f"{key.removesuffix('_us')} {duration(value)}"
+    text = f"{value:.4g}" if isinstance(value, float) else plain(str(value))
+    return f"{key} {text if len(text) <= 60 else text[:59] + '…'}"

@@ -48,6 +48,7 @@ def operator_table(
     trace, rows = attribution.trace, Rows()
     outer = op_parents(trace)
     rows[NO_OP]  # there even when it is empty
+    until: Counter[int] = Counter()  # where the ops inside each op, so far, end
     for event in trace.cpu:
         if event.kind == "op":
             row = rows[event.name]
@@ -56,7 +57,9 @@ def operator_table(
             row.self_cpu += event.duration
             above = outer[event.index]
             if above >= 0:
-                rows[trace.cpu[above].name].self_cpu -= event.duration
+                inside = max(0, event.end - max(event.start, until[above]))
+                rows[trace.cpu[above].name].self_cpu -= inside
+                until[above] = max(until[above], event.end)
             if event.name not in _names(trace, outer, above):
                 row.cpu += event.duration
     for work in trace.gpu:
@@ -64,7 +67,7 @@ def operator_table(
         if op is None:
             if work.kind == "kernel":
                 row = rows[REPLAY if attribution.replay(work) else NO_OP]
-                row.launches.add(work.launch)
+                row.launches.add(work.launch if work.launch >= 0 else ~work.index)
                 row.add(work)
                 row.self_gpu += work.duration
             continue
@@ -124,8 +127,8 @@ def kernel_table(attribution: Attribution) -> pandas.DataFrame:
                 "min_us": min(times),
                 "max_us": max(times),
                 "share": sum(k.duration for k in kernels) / (attribution.total_ns or 1),
-                "op": ", ".join(name for name, _ in ops.most_common()),
-                "range": ", ".join(name for name, _ in ranges.most_common()),
+                "op": _longest_first(ops),
+                "range": _longest_first(ranges),
             }
         )
     columns = "kernel symbol calls total_us mean_us min_us max_us share op range".split()
@@ -187,7 +190,9 @@ def copies_table(attribution: Attribution) -> pandas.DataFrame:
         total = sum(copy.duration for copy in copies)
         known = [copy.bytes for copy in copies if copy.bytes is not None]
         moved = sum(known) if len(known) == len(copies) else None
-        ops = Counter(owner_name(attribution, copy) for copy in copies)
+        ops: Counter[str] = Counter()
+        for copy in copies:
+            ops[owner_name(attribution, copy)] += copy.duration
         rows.append(
             {
                 "name": name,
@@ -196,7 +201,7 @@ def copies_table(attribution: Attribution) -> pandas.DataFrame:
                 "mean_us": total / 1e3 / len(copies),
                 "bytes": moved,
                 "gbs": moved / total if moved is not None and total else None,
-                "op": ", ".join(op for op, _ in ops.most_common()),
+                "op": _longest_first(ops),
             }
         )
     columns = "name calls total_us mean_us bytes gbs op".split()
@@ -280,7 +285,6 @@ def check_tables(
     ]
     for name, table, part, whole in wholes:
         bad = table[table[part] > table[whole] + SLACK_US]
-        # A range whose calls overlap on the GPU is busy once while both spans count.
         if len(bad):
             row = bad.iloc[0]
             raise ProfileError(
@@ -329,6 +333,10 @@ def depth_first(paths: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 def path_of(ranges: Iterable[CpuEvent]) -> str:
     return "/".join(event.name for event in ranges)
+
+
+def _longest_first(times: Counter[str]) -> str:
+    return ", ".join(name for name, _ in times.most_common())
 
 
 def _names(trace: Trace, outer: Sequence[int], at: int) -> set[str]:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pandas
 from rich import box
-from rich.markup import escape
+from rich.cells import cell_len
 from rich.table import Table
+from rich.text import Text
 
 from attnscope.bench.show import console, say
+from attnscope.profile.flops import NO_WORK
 
 MISSING = "-"
 # Left-justified, beside the first column.
 TEXTS = ("op", "range", "device", "row", "explanation", "names")
 LEAST_TEXT = 24  # characters that a column of names keeps
+GAP = 2  # spaces between columns
 # What a narrow terminal does without, in this order.
 LEAVE_OUT = (
     "self_cpu_us", "copy_us", "min_us", "max_us", "gpu_mean_us", "gpu_span_us", "range",
@@ -42,9 +46,9 @@ def print_table(
     rows = pandas.concat([table.head(top), pinned]) if pinned is not None else table.head(top)
     cells = {key: [_cell(value, write) for value in rows[key]] for _, key, write in columns}
     texts = {columns[0][1]} | {key for _, key, _ in columns if key in TEXTS}
-    needed = {key: max(map(len, [label, *cells[key]])) for label, key, _ in columns}
+    needed = {key: max(map(cell_len, [label, *cells[key]])) for label, key, _ in columns}
     widths = fit(needed, texts, out.width)
-    shown = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     kept = [column for column in columns if column[1] in widths]
     for label, key, _ in kept:
         shown.add_column(
@@ -55,46 +59,49 @@ def print_table(
             width=widths[key],
         )
     for row in zip(*(cells[key] for _, key, _ in kept), strict=True):
-        shown.add_row(*map(escape, row))
+        shown.add_row(*map(Text, row))
+    say("")
+    say(title, "bold")
     out.print(shown)
-    rest = f" {len(table) - top} more rows." if len(table) > top else ""
+    said = [note] if note else []
+    if more := len(table) - top if len(table) > top else 0:
+        said.append(f"{more} more row{'s' if more > 1 else ''}")
     if left_out := [label for label, key, _ in columns if key not in widths]:
-        rest += f" No room for: {', '.join(left_out)}."
-    say(f"{note}.{rest}", "dim")
+        said.append(f"No room for: {', '.join(left_out)}")
+    if said:
+        say(plain(". ".join(said)) + ".", "dim")
     reasons = rows["flops_reason"] if "flops_reason" in rows else ()
-    for reason in dict.fromkeys(r for r in reasons if isinstance(r, str) and r != _no_work()):
+    for reason in dict.fromkeys(r for r in reasons if isinstance(r, str) and r != NO_WORK):
         say(f"FLOPs: {reason}.", "dim")
 
 
 def fit(needed: dict[str, int], texts: set[str], width: int) -> dict[str, int]:
-    """Widths of the columns that fit a line: names are cut to LEAST_TEXT characters, then whole
-    columns of LEAVE_OUT go, and no number is cut. `needed` has what each column would like."""
+    """Widths of the columns that fit a line: names are cut to LEAST_TEXT characters, then columns
+    go, those of LEAVE_OUT first, and no number is cut. `needed` has what each column would like."""
     least = {key: min(n, LEAST_TEXT) if key in texts else n for key, n in needed.items()}
     first = next(iter(needed))
-    for key in LEAVE_OUT:
-        if key == first:
-            continue
-        if sum(least.values()) + 3 * len(least) + 1 <= width:
-            break
-        least.pop(key, None)
-    spare = width - sum(least.values()) - 3 * len(least) - 1
-    for key in [key for key in least if key in texts]:
-        more = max(0, min(needed[key] - least[key], spare))
-        least[key] += more
+    found = {first: least.pop(first)}
+    spare = width - found[first]
+    for key in (*[key for key in least if key not in LEAVE_OUT], *reversed(LEAVE_OUT)):
+        if key in least and least[key] + GAP <= spare:
+            found[key] = least[key]
+            spare -= least[key] + GAP
+    for key in [key for key in needed if key in found and key in texts]:
+        more = max(0, min(needed[key] - found[key], spare))
+        found[key] += more
         spare -= more
-    return least
-
-
-def _no_work() -> str:
-    from attnscope.profile.flops import NO_WORK
-
-    return NO_WORK
+    return found
 
 
 def _cell(value: Any, write: Callable[[Any], str]) -> str:
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return MISSING
-    return write(value)
+    return plain(write(value))
+
+
+def plain(text: str) -> str:
+    """Text without what moves the cursor or breaks the line: names come from anywhere."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", " ", text)
 
 
 def unit_of(column: pandas.Series) -> tuple[str, Callable[[Any], str]]:

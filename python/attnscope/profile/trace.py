@@ -2,8 +2,7 @@
 
 The file is read as a stream: an event is decoded, kept in a slotted object and forgotten, so a
 trace needs about as much memory as its JSON has bytes (a test holds it to twice that). GPU-side
-copies of user ranges ("gpu_user_annotation"), flow arrows and metadata events are not kept: none
-of them is work.
+copies of user ranges ("gpu_user_annotation") and metadata events are not kept: they are no work.
 """
 
 from __future__ import annotations
@@ -11,6 +10,8 @@ from __future__ import annotations
 import gzip
 import os
 import zlib
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -81,7 +82,6 @@ class GpuEvent:
     correlation: int = 0
     external_id: int = 0
     launch: int = -1
-    graph_node: int = 0
     grid: tuple[int, int, int] | None = None
     block: tuple[int, int, int] | None = None
     registers: int | None = None
@@ -119,6 +119,7 @@ class Overhead(NamedTuple):
 class Trace:
     """The events of one profiled window, each list sorted by start.
 
+    `arrows` leads from thread and start of a backward op to the thread of its forward op.
     `start` and `end` are the window: between the sentinels where there are two, else the whole
     recording. `sentinels` has the kernels found in each sentinel, and nothing else has them.
     """
@@ -128,7 +129,7 @@ class Trace:
     overhead: list[Overhead] = field(default_factory=list)
     memory: list[Allocation] = field(default_factory=list)
     devices: list[dict[str, Any]] = field(default_factory=list)
-    metadata: dict[str, Any] = field(default_factory=dict)
+    arrows: dict[tuple[int, int], int] = field(default_factory=dict)
     sentinels: list[int] = field(default_factory=list)
     start: int = 0
     end: int = 0
@@ -149,8 +150,6 @@ class Trace:
                         builder.add_checked(value, path)
                     elif key == "deviceProperties":
                         trace.devices = plain(value)
-                    else:
-                        trace.metadata[key] = plain(value)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(f"{path}: cut off or damaged: {error}") from None
         except OSError as error:
@@ -167,26 +166,12 @@ class Trace:
         """Copies and fills."""
         return [event for event in self.gpu if event.kind != "kernel"]
 
-    def threads(self) -> list[int]:
-        """Threads with CPU events, by the time of their first one."""
-        return list(dict.fromkeys(event.thread for event in self.cpu))
-
     def ancestors(self, event: CpuEvent | GpuEvent) -> Iterator[CpuEvent]:
         """What encloses an event, innermost first; of GPU work, its launch call first."""
         at = event.launch if isinstance(event, GpuEvent) else event.parent
         while at >= 0:
             yield self.cpu[at]
             at = self.cpu[at].parent
-
-    def children(self, event: CpuEvent) -> list[CpuEvent]:
-        """What an event encloses directly, in order."""
-        found = []
-        for other in self.cpu[event.index + 1 :]:
-            if other.start > event.end:
-                break
-            if other.parent == event.index:
-                found.append(other)
-        return found
 
 
 class _Builder:
@@ -196,6 +181,8 @@ class _Builder:
         self.trace = trace
         self.events = 0
         self.window: tuple[int, int] | None = None
+        self.tails: dict[Any, int] = {}  # of arrows from forward to backward: id -> thread
+        self.heads: list[tuple[Any, int, int]] = []  # id, thread, time
         self.shared: dict[Any, Any] = {}  # one copy of each name and each tuple of shapes
 
     def add_checked(self, item: Any, path: str | os.PathLike[str]) -> None:
@@ -212,10 +199,16 @@ class _Builder:
         category, phase = item.get("cat"), item.get("ph")
         if phase == "i" and item.get("name") == "[memory]":
             self.allocation(item)
+        elif phase == "s" and category == "fwdbwd":
+            self.tails[item["id"]] = int(item["tid"])
+        elif phase == "f" and category == "fwdbwd":
+            self.heads.append((item["id"], int(item["tid"]), nanoseconds(item["ts"])))
         if phase != "X":
             return
         start = nanoseconds(item["ts"])
         end = start + nanoseconds(item.get("dur", 0))
+        if end < start:
+            raise ValueError(f"dur {item['dur']}")
         arguments = item.get("args", {})
         if category in CPU_KINDS:
             self.trace.cpu.append(self.cpu_event(CPU_KINDS[category], item, start, end, arguments))
@@ -266,7 +259,6 @@ class _Builder:
             int(arguments.get("stream", item["tid"])),
             correlation=arguments.get("correlation", 0),
             external_id=arguments.get("External id", 0),
-            graph_node=arguments.get("graph node id", 0),
             grid=self.inputs(arguments.get("grid")),
             block=self.inputs(arguments.get("block")),
             registers=arguments.get("registers per thread"),
@@ -302,17 +294,25 @@ class _Builder:
             event.end -= origin
         trace.overhead = [Overhead(n, a - origin, b - origin) for n, a, b in trace.overhead]
         trace.memory = sorted(m._replace(time=m.time - origin) for m in trace.memory)
+        trace.arrows = {
+            (thread, time - origin): self.tails[arrow]
+            for arrow, thread, time in self.heads
+            if arrow in self.tails
+        }
         trace.cpu.sort(key=lambda e: (e.start, -e.end, RANKS[e.kind]))
         trace.gpu.sort(key=lambda e: (e.start, e.end))
         self.remove_own()
         nest(trace.cpu)
-        calls: dict[int, int] = {}
+        calls: dict[int, list[CpuEvent]] = defaultdict(list)
         for event in trace.cpu:
-            if event.kind == "call":
-                calls.setdefault(event.correlation, event.index)
+            if event.kind == "call" and event.correlation:
+                calls[event.correlation].append(event)
         for at, work in enumerate(trace.gpu):
             work.index = at
-            work.launch = calls.get(work.correlation, -1) if work.correlation else -1
+            if same := calls.get(work.correlation):
+                # CUPTI's ids have 32 bits and come again: the last call before the work is it.
+                before = bisect_right(same, work.start, key=lambda call: call.start)
+                work.launch = same[max(0, before - 1)].index
 
     def remove_own(self) -> None:
         """Take out what the profiler did itself, and set the window to what lies between."""
