@@ -23,6 +23,17 @@ def kernel(
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("events", [0, 1])
+def test_a_program_that_took_no_time_has_reasons(tmp_path: Path, events: int) -> None:
+    made = MadeTrace()
+    for _ in range(events):
+        made.range("program", 5, 0)
+    found = efficiency(made.attribution(tmp_path))
+    assert found.gpu_utilisation is None and found.occupancy is None
+    why = "took no time" if events else "no op, no range and no GPU event"
+    assert all(why in reason for reason in found.reasons.values()) and len(found.reasons) == 4
+
+
 def test_by_hand(tmp_path: Path) -> None:
     """A program of 100 us: two kernels overlap by 10, the third stands alone."""
     made = MadeTrace()

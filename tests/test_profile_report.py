@@ -13,8 +13,10 @@ from step_trace import PLAIN, step
 from trace_files import RECORDED, RECORDINGS, kernel, launch, named, op, write_trace
 
 from attnscope.profile import profile
+from attnscope.profile.attribution import Attribution
 from attnscope.profile.document import Section, cell, number, rows_of
 from attnscope.profile.export import profile_tables, to_json, write_chrome_trace, write_csv
+from attnscope.profile.figures import activity
 from attnscope.profile.icicle import Node, icicle
 from attnscope.profile.report import write_html
 from attnscope.profile.result import Profile
@@ -332,3 +334,8 @@ def test_a_tree_whose_parts_are_not_the_whole_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(Node, "add", twice)
     with pytest.raises(ProfileError, match="its parts are"):
         icicle(read("ops").attribution)
+
+
+def test_kernels_that_took_no_time_have_no_activity(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "t.json", op("a", 0, 9), launch(1, 1), kernel(1, 5, 5))
+    assert activity(Attribution(Trace.read(trace))) is None

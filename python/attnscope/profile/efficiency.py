@@ -61,10 +61,20 @@ def efficiency(
     """The figures of GPU `gpu` (the one that was busiest) in `window` (the whole program).
 
     A window is (start, end) in nanoseconds of the trace; kernels that begin in it count, and are
-    cut where it ends. Raises ValueError for a window that is empty.
+    cut where it ends. A program without events, or all at one instant, has reasons for figures.
+    Raises ValueError for a window that is empty.
     """
     trace = attribution.trace
-    start, end = program_window(trace) if window is None else window
+    if window is None:
+        reason = "the program took no time in the trace"
+        try:
+            window = program_window(trace)
+        except ValueError as error:
+            window, reason = (0, 0), str(error)
+        if window[1] <= window[0]:
+            reasons = dict.fromkeys(_FIGURES, reason)
+            return Efficiency(gpu or 0, 0, 0, 0, None, None, None, None, None, reasons)
+    start, end = window
     if end <= start:
         raise ValueError(f"window: is {window}; allowed: (start, end) with start < end")
     inside = [k for k in trace.kernels if start <= k.start < end]

@@ -49,7 +49,8 @@ def categories(attribution: Attribution) -> Figure | None:
 
 
 def activity(attribution: Attribution) -> Figure | None:
-    """Share of each instant in which kernels of a category ran, on the busiest GPU.
+    """Share of each instant in which kernels of a category ran, on the busiest GPU; None where
+    none took any time.
 
     Streams add up: where kernels overlap, the sum passes 1.
     """
@@ -71,6 +72,8 @@ def activity(attribution: Attribution) -> Figure | None:
         overlap -= np.maximum(kernel.start, edges[:-1][inside])
         filled[category(kernel.name)][inside] += np.maximum(overlap, 0)
     used = [name for name in CATEGORIES if filled[name].any()]
+    if not used:
+        return None
     figure, axis = _figure(2.4)
     axis.stackplot(
         (edges[:-1] - start) / 1e3,

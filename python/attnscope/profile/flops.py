@@ -340,8 +340,10 @@ class FlopCounts:
         missed = sorted({at for event in events for at in self._missed[event.index]})
         if missed:
             kernel, reason = self.uncounted[missed[0]]
-            count = f"{len(missed)} kernels of matrix products"
-            return f"{count} are not counted, such as {short_name(kernel.name)}: {reason}"
+            one = len(missed) == 1
+            count = "a kernel" if one else f"{len(missed)} kernels"
+            count += f" of matrix products {'is' if one else 'are'} not counted"
+            return f"{count}, such as {short_name(kernel.name)}: {reason}"
         below = {at for event in events for at in self._inside[event.index]}
         works = [self.works[at] for at in sorted(below)]
         # Ops inside the one that was counted have their own count, or none.
