@@ -35,9 +35,10 @@ def short_name(symbol: str) -> str:
     """A readable name of at most LONGEST characters that keeps what tells kernels apart.
 
     Families with a naming scheme are spelled in words: "attnscope sm90 forward bf16 D128 M128",
-    "FA3 forward bf16 D64 tile 192x128 causal", "elementwise add<bf16> vec8". Names that are short
-    as they are (nvjet, Triton, cuBLAS, copies) stay searchable. Other C++ functions keep their last
-    name and template arguments, without namespaces.
+    "FA3 forward bf16 D64 tile 192x128 causal", "efficient attention forward bf16 tile 64x128 rf
+    sm80", "elementwise add<bf16> vec8". Names that are short as they are (nvjet,
+    Triton, cuBLAS, copies) stay searchable. Other C++ functions keep their last name and template
+    arguments, without namespaces.
     """
     for pattern, shorten in _FAMILIES:
         if match := pattern.search(symbol):
@@ -76,12 +77,18 @@ def _attnscope_triton(symbol: str, match: re.Match[str]) -> str:
 def _fa3(symbol: str, match: re.Match[str]) -> str:
     """Template arguments of CollectiveMainloop{Fwd,Bwd}Sm90: stages, cluster, tile, ... flags."""
     cluster, tile = (_ints(t.replace("cute::C", "")) for t in _TUPLE.findall(symbol)[:2])
-    masks = _flags(symbol, r"cutlass::arch::Sm\d+", ("causal", "local", "softcap", "varlen"))
-    if cluster[0] > 1:
-        masks.append(f"cluster {cluster[0]}")
     which = "forward" if match[1] == "Fwd" else "backward"
+    # Flags without a name here follow from the tile: how the products are scheduled.
+    names = {
+        "forward": ("paged", "append", "qv", "", "", "pack-gqa", "split"),
+        "backward": ("deterministic",),
+    }[which]
+    names = ("causal", "local", "softcap", "varlen", *names)
+    flags = _flags(symbol, r"cutlass::arch::Sm\d+", names)
+    if cluster[0] > 1:
+        flags.append(f"cluster {cluster[0]}")
     dtype, (rows, cols, dim) = _dtype(symbol[match.end() :]), tile
-    return _words("FA3", which, dtype, f"D{dim}", f"tile {rows}x{cols}", *masks)
+    return _words("FA3", which, dtype, f"D{dim}", f"tile {rows}x{cols}", *flags)
 
 
 def _fa2(symbol: str, match: re.Match[str]) -> str:
@@ -94,24 +101,45 @@ def _fa2(symbol: str, match: re.Match[str]) -> str:
     if traits is None:
         return name
     name = _words(name, _dtype(traits[4]), f"D{traits[1]}", f"tile {traits[2]}x{traits[3]}")
-    # "even": no row is past the end of its tile.
-    flags: tuple[str, ...] = ("causal", "local", "alibi", "even")
-    if "splitkv" not in kind:
-        flags = ("dropout", *flags)
+    # The combine kernel has a row block and log2 of the most splits in place of the flags.
+    if splits := re.search(r" >, \d+, (\d+), (?:true|false)>", symbol):
+        return f"{name} {2 ** int(splits[1])} splits"
+    # "even": no row is past the end of its tile; "uneven D": the head dim does not fill it.
+    flags: tuple[str, ...] = ("causal", "local", "alibi", "even", "!uneven D", "softcap")
+    if "splitkv" in kind:
+        flags = (*flags, "!one split", "append")
+    else:
+        flags = ("dropout", *flags, "return softmax")
     return _words(name, *_flags(symbol, " >", flags))
 
 
 def _fa4(symbol: str, match: re.Match[str]) -> str:
     """CuTe's names hold the layouts of the tensors and little else: a checksum tells them apart."""
-    which = "forward" if match[1] == "fwd" else "backward"
-    return f"FA4 {which} {match[2]} layouts {zlib.crc32(symbol.encode()) & 0xFFFFFFF:07x}"
+    which, part = match[1].lower(), match[2].lower()
+    return f"FA4 {which} {part} layouts {zlib.crc32(symbol.encode()) & 0xFFFFFFF:07x}"
+
+
+def _efficient(symbol: str, match: re.Match[str]) -> str:
+    """Tile: queries x keys. rf or gmem: where the output is summed; k64: the largest head dim."""
+    which = "forward" if match[1] == "F" else "backward"
+    dtype = {"f16": "fp16", "f32": "fp32"}.get(match[2], match[2])
+    aligned = "" if match[3] == "aligned" else "unaligned"
+    rest = match[5].replace("_", " ")
+    return _words("efficient attention", which, dtype, f"tile {match[4]}", rest, aligned)
 
 
 def _flags(symbol: str, before: str, names: tuple[str, ...]) -> list[str]:
-    """Which of the boolean template arguments that follow `before` are true, by these names."""
+    """The names of the boolean template arguments after `before` that are true.
+
+    "!name" is given where the argument is false, "" never.
+    """
     found = re.search(before + r"((?:, (?:true|false))+)", symbol)
     values = found[1].split(", ")[1:] if found else []
-    return [name for name, value in zip(names, values, strict=False) if value == "true"]
+    return [
+        name.removeprefix("!")
+        for name, value in zip(names, values, strict=False)
+        if name and (value == "false") == name.startswith("!")
+    ]
 
 
 def _cudnn_sdpa(symbol: str, match: re.Match[str]) -> str:
@@ -129,8 +157,10 @@ def _elementwise(symbol: str, match: re.Match[str]) -> str:
 
 def _reduce(symbol: str, match: re.Match[str]) -> str:
     arguments = symbol[match.end() :]
-    what = re.search(r"(\w+?)(?:_functor|Ops|NanFunctor|Functor)\b", arguments)
-    return f"reduce {what[1] if what else ''}<{_dtype(arguments)}>"
+    named = r"(\w+?)(?:(?:_functor|Ops|NanFunctor|Functor)\b|_kernel_(?:cuda|impl)\()"
+    what = re.search(named, arguments)
+    width = "" if match[1] == "1" else f"vec{match[1]}"
+    return _words(f"reduce {what[1] if what else ''}<{_dtype(arguments)}>", width)
 
 
 def _multi_tensor(symbol: str, match: re.Match[str]) -> str:
@@ -145,19 +175,19 @@ def _functor(arguments: str) -> str:
     """What an elementwise kernel computes, with the type it loads: "mul scalar<bf16>"."""
     scalar = " scalar" if re.match(r"[^(]*?(?:[AB]UnaryFunctor|FunctorOnSelf)", arguments) else ""
     if named := re.search(r"CUDAFunctor(?:OnSelf)?_(\w+)", arguments):
-        name = named[1]
-    elif named := re.search(r"binary_internal::(\w+?)Functor", arguments):
-        name = named[1].lower()
-    elif named := re.search(r"(\w+?)(?:<[^()]*>)?\((?:at::TensorIterator|at::native)", arguments):
+        return f"{named[1]}{scalar}<{_dtype(arguments)}>"
+    # Unary and binary functors wrap the one that says what is computed.
+    if named := re.search(r"\b(?!(?:[AB]Unary|Binary)Functor)(\w+?)Functor\w*<", arguments):
+        name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", named[1]).lower()
+        return f"{name}{scalar}<{_dtype(arguments)}>"
+    if named := re.search(r"(\w+?)(?:<[^()]*>)?\((?:at::TensorIterator|at::native)", arguments):
         name = re.sub(r"^launch_|(_?(kernel|cuda|impl))+$", "", named[1], flags=re.IGNORECASE)
         lambdas = re.findall(r"\{lambda\(([^()]+)\)#", arguments)
         typed = [text for text in lambdas if _dtype(text) and text != "int"] or lambdas
-        return f"{name}<{_dtype(typed[0]) if typed else ''}>"
-    elif named := re.search(r"(\w+?)Functor\w*<", arguments):
-        name = named[1].lower()
-    else:
-        return _function(arguments)
-    return f"{name}{scalar}<{_dtype(arguments)}>"
+        # A bool beside another type is a mask.
+        values = re.sub(r"\bbool, |, bool\b", "", typed[0]) if typed else ""
+        return f"{name}<{_dtype(values)}>"
+    return _function(arguments)
 
 
 def _gemm(symbol: str, match: re.Match[str]) -> str:
@@ -197,21 +227,23 @@ _FAMILIES: tuple[tuple[re.Pattern[str], Callable[[str, re.Match[str]], str]], ..
         (r"^attnscope_triton_(\w+?)_(bf16|fp16|fp32)_d(\d+)_dv(\d+)(\w*)", _attnscope_triton),
         (r"FlashAttn(Fwd|Bwd)Sm\d+<flash::CollectiveMainloop", _fa3),
         (r"(\w+)::flash_(fwd|bwd)_(\w*?)_?kernel", _fa2),
-        (r"flash_attncute\w*?flash_(fwd|bwd)_(sm\d+)", _fa4),
+        (r"flash_attncute\w*?FlashAttention(Forward|Backward)([A-Za-z]+\d*)_", _fa4),
+        (r"fmha_cutlass([FB])_([a-z]+\d+)_(\w*aligned)_(\d+x\d+)_(\w+)", _efficient),
         (r"^cudnn_generated_\w*sdpa_(sm\d+)_flash_([fb])prop_(\w+)", _cudnn_sdpa),
         (r"cudnn::fusion::(\w+)<", lambda symbol, match: f"cuDNN sdpa {match[1]}"),
         (r"^nvjet_\w+", _same),
         (r"\w*(?:xmma_|cutlass_\d|cutlass3x_)\w*gemm\w*", _gemm),
         (r"multi_tensor_apply_kernel<", _multi_tensor),
         (r"native::(vectorized_|unrolled_|\w+_)?elementwise_kernel<(\d*)", _elementwise),
-        (r"native::reduce_kernel<", _reduce),
+        (r"native::reduce_kernel<\d+, (\d+), ", _reduce),
         (r"^(\w+|Mem(cpy|set).*)$", _same),
     )
 )
 
 # In this order, case ignored: the first that is found decides. A convolution is an implicit GEMM.
 # Optimizers (foreach and fused, multi_tensor_apply) are elementwise: their range tells them apart.
-# memory: what moves or fills data and computes nothing; a change of dtype is a copy.
+# memory: what moves or fills data and computes nothing; a change of dtype is a copy. Masks (where,
+# masked_fill, triu and tril) choose between values: elementwise.
 _CATEGORIES = tuple(
     (category, re.compile(pattern, re.IGNORECASE))
     for category, pattern in (
@@ -248,7 +280,7 @@ _HELPERS = re.compile(
 )
 _TENSOR_CORES = re.compile(
     r"attnscope::\w+::(forward|backward|decode)|^attnscope_triton_"
-    r"|FlashAttn(Fwd|Bwd)|flash_(fwd|bwd)_"
+    r"|FlashAttn(Fwd|Bwd)|FlashAttention(Forward|Backward)Sm|flash_(fwd|bwd)_"
     r"|^nvjet_|w?gmma|[hi]mma|(?<![a-z])dmma|tensor\d+x\d+x\d+|warpgroupsize|tensorop"
     r"|[shid](884|1688|16816|8816|16832|64x\d+x\d+)(?=gemm|fprop|dgrad|wgrad|_|$)"
     r"|fmha_cutlass[FB]_\w+_sm(8|9|1\d)\d|fmha_cutlass[FB]_f16\w*_sm7\d"
@@ -269,7 +301,7 @@ def category(symbol: str) -> str:
 def uses_tensor_cores(symbol: str) -> bool:
     """Whether a kernel's matrix products run on tensor cores, as its symbol tells.
 
-    Counted: attention kernels written with mma or wgmma (attnscope, FlashAttention 2 and 3, cuDNN,
+    Counted: attention kernels written with mma or wgmma (attnscope, FlashAttention 2 to 4, cuDNN,
     memory-efficient on sm_80 and later), nvjet, cuBLAS and CUTLASS kernels that name a tensor
     instruction (tensorop, s16816, hmma, wgmma, tensor16x8x8, warpgroupsize), and Inductor's matrix
     templates. Not counted: FFMA kernels of the same families ("xmma ... ffma", "simt"), the helpers
