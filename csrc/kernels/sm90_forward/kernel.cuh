@@ -5,7 +5,7 @@
 //           are, a thread keeps the copy engine (TMA) ahead with Q, K and V. Warpgroups 1..
 //           consume: each owns 64 query rows; S and O stay in its registers.
 // Pipeline  a consumer issues S(j+1) = Q K(j+1)^T, then O += P(j) V(j), and while the tensor cores
-//           work on O it does the softmax of S(j+1), as they do on others' products.
+//           work on O, or on the products of another consumer, it does the softmax of S(j+1).
 // Schedule  persistent: a block takes tile after tile; Q and K of the next are fetched while the
 //           consumers finish this one. O leaves a warp at a time, through shared memory.
 // Limits    bf16, fp16; head dims in multiples of 8 up to 256.

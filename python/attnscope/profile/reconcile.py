@@ -7,7 +7,7 @@ work and something more: what, and how much at most, is said before the numbers 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import mean, median, quantiles
 from typing import TYPE_CHECKING, Any
 
@@ -76,9 +76,8 @@ def reconcile(
     if samples < 2:
         raise ValueError(f"samples: is {samples}; allowed: 2 or more")
     device = torch.device("cuda", torch.cuda.current_device())
-    counts = dict(warmup=warmup, min_samples=samples, max_samples=samples)
-    events = Settings(l2="warm", **counts)  # type: ignore[arg-type]
-    graph = Settings(l2="warm", graph=True, **counts)  # type: ignore[arg-type]
+    events = Settings(l2="warm", warmup=warmup, min_samples=samples, max_samples=samples)
+    graph = replace(events, graph=True)
     timed = time_interleaved({"fn": [fn], "empty": [_nothing]}, make_timer(device, events), events)
     if timed["fn"].error is not None:
         raise timed["fn"].error

@@ -86,15 +86,16 @@ class profile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> Literal[False]:
+        cause = f"{type(error).__name__}: {error}"
         if error is not None:
-            self._profile.interrupted = f"{type(error).__name__}: {error}"
+            self._profile.interrupted = cause
         try:
             self._recording.__exit__(None, None, None)
         except Exception as failure:
             if error is None:
                 raise
             # The region's own error comes first, and may be why there is no record.
-            self._profile.interrupted += f"; and nothing was kept: {failure}"  # type: ignore[operator]
+            self._profile.interrupted = f"{cause}; and nothing was kept: {failure}"
             return False
         if error is None and self._profile.incomplete:
             raise LostEvents(f"{self.name}: {self._profile.incomplete}")
