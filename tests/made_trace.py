@@ -7,11 +7,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import trace_files
+
 from attnscope.profile.attribution import Attribution
 from attnscope.profile.trace import CpuEvent, Trace
 
-TRACES = Path(__file__).parent / "traces"
-RECORDED = ("ops", "train", "stack", "raw", "graph", "graph_both", "streams", "cold")
+RECORDED = trace_files.RECORDINGS
 H200 = {
     "id": 0, "name": "NVIDIA H200", "totalGlobalMem": 150109880320, "computeMajor": 9,
     "computeMinor": 0, "maxThreadsPerMultiprocessor": 2048, "regsPerMultiprocessor": 65536,
@@ -22,7 +23,7 @@ H200 = {
 @cache
 def recorded(name: str) -> Attribution:
     """One of the traces in tests/traces, recorded on an H200."""
-    return Attribution(Trace.read(TRACES / f"{name}.json.gz"))
+    return Attribution(Trace.read(trace_files.RECORDED / f"{name}.json.gz"))
 
 
 def op_event(name: str, *shapes: Any, dtype: str = "c10::BFloat16", **scalars: Any) -> CpuEvent:

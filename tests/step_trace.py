@@ -5,21 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from made_trace import H200
 from trace_files import Event, kernel, launch, named, op, write_trace
 
 from attnscope.profile.attribution import Attribution
-from attnscope.profile.model_run import Record, Run, summarise
+from attnscope.profile.model_run import Run, summarise
 from attnscope.profile.models import ModelConfig
+from attnscope.profile.records import Record
 from attnscope.profile.trace import Trace
 
 BF16 = "c10::BFloat16"
 SCORES = [2, 8, 8]
 HEADS = [2, 8, 4]
-H200 = {
-    "id": 0, "name": "NVIDIA H200", "totalGlobalMem": 150109880320, "computeMajor": 9,
-    "computeMinor": 0, "maxThreadsPerMultiprocessor": 2048, "regsPerMultiprocessor": 65536,
-    "warpSize": 32, "sharedMemPerMultiprocessor": 233472, "numSms": 132,
-}  # fmt: skip
 # Of the core: op, shapes, kernel, microseconds. Products of [2, 8, 4] x [2, 4, 8]: 2048 FLOPs each.
 PLAIN = (
     ("aten::bmm", [HEADS, [2, 4, 8]], "nvjet_sm90_a", 10),
@@ -94,6 +91,6 @@ def record(
     config = ModelConfig(d_model=8, d_ff=32, layers=1, heads=2, context=context, vocabulary=50)
     run = Run(name="made", config=config, impl="naive" if core is PLAIN else "cuda", batch=1)
     walls = {"forward": [2.0, 2.0, 2.2], "backward": [3.0] * 3, "optimizer": [1.0] * 3}
-    found = run.key | {"status": "ok", "reason": None, "wall_ms": walls, "tokens": context}
+    found = run.key | {"status": "ok", "reason": None, "wall_ms": walls}
     found |= {"no_backward": None, "no_kernels": None, "peak_memory_gib": 1.5}
     return found | summarise(step(folder, core, scale)) | more

@@ -54,7 +54,6 @@ def test_argument_positions_are_those_of_the_installed_ops() -> None:
         "first": {"query", "q"},
         "causal": {"is_causal", "causal", "custom_mask_type"},
         "window": {"window_size_left", "window_left"},
-        "packed": {"cum_seq_q", "cu_seqlens_q"},
         "bias": {"attn_bias", "bias"},
     }
     seen = 0
@@ -67,6 +66,9 @@ def test_argument_positions_are_those_of_the_installed_ops() -> None:
         for field, allowed in names.items():
             position = getattr(op, field)
             assert position is None or arguments[position] in allowed, (name, field)
+        lengths = {"seqlen_k", "window_size", "seqused_k", "block_table"}
+        lengths |= {f"cu{m}_{q}" for m in ("m_seq", "_seqlens") for q in "qk"}
+        assert {arguments[at] for at in op.lengths} == lengths & set(arguments), name
         seen += 1
     assert seen >= 10
 
@@ -133,10 +135,22 @@ def test_what_is_not_known_has_a_reason() -> None:
     assert op_work(CpuEvent("op", "aten::mm", 1, 0, 1)) == "shapes were not recorded"
     assert op_work(op_event("aten::relu", (4, 4))) == "no FLOP formula for aten::relu"
     packed = op_event("attnscope::forward", (9, 1, 64), (9, 1, 64), (9, 1, 64), (3,), (3,))
-    assert op_work(packed) == "a trace does not hold the lengths of packed sequences"
+    assert op_work(packed) == flops.LENGTHS
     odd = op_work(op_event("aten::mm", (4, 4)))
     assert isinstance(odd, str) and "recorded inputs" in odd
     assert op_flops(op_event("aten::mm", (4, 3), (5, 4))) is None
+
+
+@pytest.mark.parametrize("name", [n for n, op in flops._ATTENTION.items() if op.lengths])
+def test_lengths_that_are_in_tensors_are_not_guessed(name: str) -> None:
+    """Packed, of a cache that is partly used, paged: the shapes have more keys than are seen."""
+    op = flops._ATTENTION[name]
+    shape = Q if op.order == "BSHD" else P
+    for at in op.lengths:
+        tensors = [shape] * (3 + op.first) + [None] * 40
+        tensors[at] = (3,)
+        event = op_event(name, *tensors, **{f"_{op.causal}": True})
+        assert op_work(event) == flops.LENGTHS, at
 
 
 def names_of(attribution: Attribution, counts: FlopCounts) -> list[str]:

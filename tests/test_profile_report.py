@@ -14,7 +14,7 @@ from trace_files import RECORDED, RECORDINGS, kernel, launch, named, op, write_t
 
 from attnscope.profile import profile
 from attnscope.profile.attribution import Attribution
-from attnscope.profile.document import Section, cell, number, rows_of
+from attnscope.profile.document import Document, Section, cell, number, rows_of
 from attnscope.profile.export import profile_tables, to_json, write_chrome_trace, write_csv
 from attnscope.profile.figures import activity
 from attnscope.profile.icicle import Node, icicle
@@ -136,6 +136,16 @@ def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
     assert json.loads(parsed.scripts["tree-data"])["children"][0]["name"] == evil
 
 
+@pytest.mark.parametrize("name", ["costs $x^$ and $\\frac$", "_hidden", "", "a\nb"])
+def test_any_name_can_be_drawn(name: str, tmp_path: Path) -> None:
+    events = [named(name, 0, 40), op(name, 0, 10), launch(1, 2), kernel(1, 20, 30, name)]
+    found = Profile.read(write_trace(tmp_path / "t.json", *events))
+    text, _ = page(found, tmp_path)
+    assert text.count("<svg") == 3
+    write_csv(found, tmp_path)
+    assert added(found, tmp_path / "added.json")
+
+
 def test_what_is_missing_is_said_on_the_page(tmp_path: Path) -> None:
     events = [op("a", 0, 10), launch(1, 2), kernel(1, 20, 30), launch(2, 5)]
     found = Profile.read(write_trace(tmp_path / "t.json", *events))
@@ -158,6 +168,7 @@ def test_a_page_of_a_program_without_kernels(tmp_path: Path) -> None:
     content = strict(tmp_path / "p.json")
     assert content["attribution"]["share"] is None
     assert content["env"]["torch"] == torch.__version__
+    assert content["sm_clock_mhz"] is None and content["sm_clock_reason"]
     found.export_chrome_trace(tmp_path / "t.json")
     assert len(Trace.read(tmp_path / "t.json").cpu) >= len(found.trace.cpu)
 
@@ -219,6 +230,8 @@ def test_json_is_strict_and_has_the_tables(name: str, tmp_path: Path) -> None:
     assert content["schema"] == 1
     assert (content["env"], content["env_reason"]) == (None, "the trace was read from a file")
     assert set(content["tables"]) == set(profile_tables(found))
+    assert content["audit"]["sentinels"] == found.trace.sentinels
+    assert content["sm_clock_reason"] == "the trace was read from a file"
     total = sum(row["total_us"] for row in content["tables"]["kernels"])
     assert total == pytest.approx(content["attribution"]["total_us"])
     assert content["attribution"]["owned_us"] <= content["attribution"]["total_us"] + 1e-6
@@ -257,6 +270,31 @@ def test_the_trace_has_our_rows_and_loses_none(name: str, suffix: str, tmp_path:
         (k.name, k.start, k.end) for k in found.trace.gpu
     ]
     assert len(again.cpu) == len(found.trace.cpu)
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_the_trace_that_was_read_is_not_written_over(link: bool, tmp_path: Path) -> None:
+    source = write_trace(tmp_path / "t.json", op("a", 0, 9), launch(1, 1), kernel(1, 5, 9))
+    before, target = source.read_text(), source
+    if link:
+        target = tmp_path / "link.json"
+        target.symlink_to(source)
+    with pytest.raises(ValueError, match="is the trace that this profile was read from"):
+        write_chrome_trace(Profile.read(source), target)
+    assert source.read_text() == before
+
+
+def test_a_trace_without_events_has_every_file(tmp_path: Path) -> None:
+    found = Profile.read(write_trace(tmp_path / "t.json"))
+    text, _ = page(found, tmp_path)
+    assert "no op, no range" in text or "no kernel" in text
+    to_json(found, tmp_path / "p.json")
+    content = strict(tmp_path / "p.json")
+    assert content["efficiency"]["gpu_utilisation"] is None
+    assert len(content["efficiency_reasons"]) == 4
+    write_csv(found, tmp_path / "csv")
+    write_chrome_trace(found, tmp_path / "added.json")
+    assert strict(tmp_path / "added.json")["traceEvents"] == []
 
 
 def added(found: Profile, path: Path) -> list[dict[str, Any]]:
@@ -323,8 +361,14 @@ def test_gaps_of_a_table_are_none() -> None:
 def test_columns_without_any_value_are_left_out() -> None:
     part = Section("t", "", [{"a": 1, "b": None, "c": None}, {"a": 2, "b": None, "c": "x"}])
     assert part.columns == ["a", "c"]
-    assert part.is_number("a")
-    assert not part.is_number("c")
+    assert part.numbers == {"a"}
+
+
+def test_a_long_table_takes_a_time_that_grows_with_its_rows(tmp_path: Path) -> None:
+    """A page of 20,000 rows took hours when each cell looked at every row."""
+    rows = [{"name": f"row {i}", "us": float(i)} for i in range(20_000)]
+    Document("long", [], [Section("Rows", "", rows)]).write_html(tmp_path / "long.html")
+    assert (tmp_path / "long.html").read_text().count("<tr>") == 20_001
 
 
 def test_a_tree_whose_parts_are_not_the_whole_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -132,6 +134,7 @@ def test_every_impl_and_alias_is_understood() -> None:
         (["--impl", "cpu", "--dtype", "int"], "dtype: 'int' is not one of bfloat16"),
         (["--impl", "cpu", "--heads", "3", "--kv-heads", "2"], "is not a multiple of heads_kv"),
         (["--device", "tpu"], "device: 'tpu' is not cuda"),
+        (["--impl", "cpu", "--device", "cpu", "--output", "/dev/null"], "output: /dev/null: File"),
     ],
 )
 def test_bad_input_of_profile_kernels_is_one_line(arguments: list[str], says: str) -> None:
@@ -162,6 +165,46 @@ def test_profile_model_without_any_measured_configuration_fails(tmp_path: Path) 
     assert "skipped: cuda: runs on cuda only, not on cpu" in said
 
 
+LM = ("lm", "--models", "tiny", "--device", "cpu", "--output")
+
+
+def test_a_damaged_file_is_not_gone_on_with(tmp_path: Path) -> None:
+    again = (*LM, str(tmp_path), "--contexts", "16", "--resume")
+    code, said = command("profile_model.py", *again)
+    assert code == 0, said
+    path = tmp_path / "lm.json"
+    content = json.loads(path.read_text())
+    wall = content["rows"][0].pop("wall_ms")
+    path.write_text(json.dumps(content))
+    code, said = command("profile_model.py", *again)
+    assert (code, "tiny, context 16, naive: ok" in said) == (0, True)  # it is measured again
+    content["rows"][0] |= {"wall_ms": wall, "status": "fine"}
+    path.write_text(text := json.dumps(content))
+    code, said = command("profile_model.py", *again)
+    assert (code, "record 1: status is 'fine'" in said) == (2, True), said
+    assert path.read_text() == text
+
+
+def test_ctrl_c_keeps_what_was_done(tmp_path: Path) -> None:
+    """Sent to the whole group of processes, as a terminal does."""
+    path = tmp_path / "lm.json"
+    run = subprocess.Popen(
+        [sys.executable, str(ROOT / "profiling" / "profile_model.py"), *LM, str(tmp_path),
+         "--contexts", "16,8192"],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(0.5)
+    os.killpg(run.pid, signal.SIGINT)
+    said, _ = run.communicate(timeout=60)
+    assert run.returncode == 130, said
+    assert "lm.json has what was done; go on with --resume" in said
+    assert "Process" not in said and "Traceback" not in said
+    assert [row["context"] for row in json.loads(path.read_text())["rows"]] == [16]
+
+
 def test_profile_model_pair_says_what_each_change_brought(tmp_path: Path) -> None:
     code, said = script(
         "profile_model.py", "pair", "--model", "tiny", "--context", "16", "--larger-batch", "8",
@@ -181,6 +224,10 @@ def test_profile_model_pair_says_what_each_change_brought(tmp_path: Path) -> Non
         (["lm", "--contexts", "a"], "--contexts: 'a' is not a list of positive integers"),
         (["lm", "--precision", "int8"], "precision: 'int8' is not one of fp32"),
         (["pair", "--impl", "nope"], "impl: 'nope' is not one of"),
+        (["lm", "--models", ","], "nothing to run: --models ','"),
+        (["lm", "--timeout", "-1"], "--timeout"),
+        (["lm", "--models", "tiny", "--output", "/dev/null"], "output: /dev/null: File exists"),
+        (["pair", "--model", "tiny", "--output", "/dev/null/x"], "output: /dev/null/x: Not a dir"),
     ],
 )
 def test_bad_input_of_profile_model_is_one_line(arguments: list[str], says: str) -> None:

@@ -67,6 +67,8 @@ def attention_command(
             call = _prepare(one, work, seed, where)
         except Unsupported as refusal:
             raise ValueError(f"impl: {one.name} cannot do {work.id}: {refusal}") from None
+        if not (no_profile or attached_tool()):
+            make_folder(output)
     say(f"{one.name}, {work.id}, {where}")
     if tool := attached_tool():
         say(f"runs under {tool[0]} ({tool[1]}): PyTorch's profiler stays off")
@@ -87,6 +89,14 @@ def attention_command(
     except ProfileError as error:
         say(f"profile_kernels: {error}", "red")
         raise typer.Exit(1) from None
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder of the results before time goes into them. Raises ValueError if it cannot."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"output: {path}: {error.strerror}") from None
 
 
 def _prepare(impl: Impl, work: Workload, seed: int, device: torch.device) -> Any:

@@ -8,6 +8,7 @@ other: none of them. This is the rule of the step-time breakdown of PyTorch's Te
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -61,8 +62,8 @@ def find_steps(attribution: Attribution) -> tuple[list[Step], str]:
     if own:
         found, rule = [Step(e.name, e.start, e.end) for e in own], "the profiler's steps"
     else:
-        names = [e.name for e in outer]
-        name = next((n for n in names if names.count(n) > 1), None)
+        counts = Counter(e.name for e in outer)
+        name = next((e.name for e in outer if counts[e.name] > 1), None)
         if name is None:
             return [Step("all", begin, end)], "the whole program"
         starts = [e.start for e in outer if e.name == name]

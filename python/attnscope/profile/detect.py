@@ -195,13 +195,15 @@ def _unfused_attention(attribution: Attribution, counts: FlopCounts) -> Finding 
         if (op := attribution.op(kernel)) is not None:
             by_op[op.index].append(kernel)
     evidence: list[Row] = []
-    for first, softmax, last in _attention_triples(attribution, sorted(by_op)):
+    indices = sorted(by_op)
+    for first, softmax, last in _attention_triples(attribution, indices):
         kernels = [
             kernel
-            for index, launched in by_op.items()
-            if first.index <= index <= last.index
-            and attribution.trace.cpu[index].thread == softmax.thread
-            for kernel in launched
+            for index in indices[
+                bisect_left(indices, first.index) : bisect_left(indices, last.index) + 1
+            ]
+            if attribution.trace.cpu[index].thread == softmax.thread
+            for kernel in by_op[index]
         ]
         time = sum(k.duration for k in kernels)
         products = sum(k.duration for op in (first, last) for k in by_op[op.index])

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -60,12 +61,12 @@ class Section:
                 if name.endswith("%") and not -SLACK <= value <= 100 + SLACK:
                     raise ProfileError(f"{about}, which no share can be")
 
-    @property
+    @cached_property
     def columns(self) -> list[str]:
         """Those with a value in some row."""
-        used = (name for row in self.rows for name, value in row.items() if value is not None)
-        order = list(dict.fromkeys(name for row in self.rows for name in row))
-        return sorted(set(used) - set(self.hover.values()), key=order.index)
+        names = dict.fromkeys(name for row in self.rows for name in row)
+        used = {name for row in self.rows for name, value in row.items() if value is not None}
+        return [name for name in names if name in used - set(self.hover.values())]
 
     @property
     def cells(self) -> list[list[Cell]]:
@@ -78,10 +79,11 @@ class Section:
             for row in self.rows
         ]
 
-    def is_number(self, column: str) -> bool:
-        """Whether a column holds numbers (and perhaps gaps) only."""
-        values = [row.get(column) for row in self.rows]
-        return any(v is not None for v in values) and not any(isinstance(v, str) for v in values)
+    @cached_property
+    def numbers(self) -> set[str]:
+        """The columns that hold numbers (and perhaps gaps) only."""
+        texts = {name for row in self.rows for name, v in row.items() if isinstance(v, str)}
+        return set(self.columns) - texts
 
 
 @dataclass
@@ -109,7 +111,7 @@ class Document:
             say(section.text, "dim")
             table = Table(box=box.SIMPLE_HEAD)
             for name in section.columns:
-                table.add_column(name, justify="right" if section.is_number(name) else "left")
+                table.add_column(name, justify="right" if name in section.numbers else "left")
             for row in section.cells:
                 table.add_row(*(escape(one.text) for one in row))
             if section.rows:
@@ -131,17 +133,17 @@ class Document:
                 save(section.figure, folder / stem)
                 lines += ["", f"![{section.title}]({folder.name}/{stem}.svg)"]
             if section.rows:
-                numbers = [section.is_number(name) for name in section.columns]
                 lines += ["", _line(section.columns)]
-                lines.append(_line("---:" if number else "---" for number in numbers))
+                numbers = section.numbers
+                lines.append(_line("---:" if n in numbers else "---" for n in section.columns))
                 lines += [_line(one.text for one in row) for row in section.cells]
             lines += [line for note in section.notes for line in ("", note)]
-        path.write_text("\n".join(lines) + "\n")
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def write_html(self, path: Path) -> None:
         """Write one page that needs nothing else."""
         template = environment().get_template("document.html.j2")
-        path.write_text(template.render(document=self))
+        path.write_text(template.render(document=self), encoding="utf-8")
 
 
 def cell(value: Any) -> tuple[str, Any]:
@@ -179,7 +181,8 @@ def _plain(value: Any) -> Any:
 
 
 def _line(cells: Any) -> str:
-    texts = (str(one).replace("|", "\\|").replace("\n", " ") for one in cells)
+    # "add<bf16>" would else be a tag, which a reader of Markdown shows without its type.
+    texts = (re.sub(r"([|<\\])", r"\\\1", str(one)).replace("\n", " ") for one in cells)
     return f"| {' | '.join(texts)} |"
 
 

@@ -37,7 +37,7 @@ RESERVED_SHARED = 1024  # bytes of each block that CUDA keeps, since compute cap
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The figures of one GPU over one window; shares are 0 to 1, None with a reason in `reasons`.
+    """The figures of one GPU over a program; shares are 0 to 1, None with a reason in `reasons`.
 
     occupancy is of all warps an SM can hold. `occupancy_from` says how many kernels have the
     profiler's own estimate, and how many ours (where the trace says 0 or nothing).
@@ -55,38 +55,26 @@ class Efficiency:
     reasons: Mapping[str, str]
 
 
-def efficiency(
-    attribution: Attribution, gpu: int | None = None, window: tuple[int, int] | None = None
-) -> Efficiency:
-    """The figures of GPU `gpu` (the one that was busiest) in `window` (the whole program).
+def efficiency(attribution: Attribution) -> Efficiency:
+    """The figures of the GPU that was busiest, from the program's first event to its last.
 
-    A window is (start, end) in nanoseconds of the trace; kernels that begin in it count, and are
-    cut where it ends. A program without events, or all at one instant, has reasons for figures.
-    Raises ValueError for a window that is empty.
+    A program without kernels, or that took no time, has reasons for figures.
     """
-    trace = attribution.trace
-    if window is None:
-        reason = "the program took no time in the trace"
-        try:
-            window = program_window(trace)
-        except ValueError as error:
-            window, reason = (0, 0), str(error)
-        if window[1] <= window[0]:
-            reasons = dict.fromkeys(_FIGURES, reason)
-            return Efficiency(gpu or 0, 0, 0, 0, None, None, None, None, None, reasons)
-    start, end = window
-    if end <= start:
-        raise ValueError(f"window: is {window}; allowed: (start, end) with start < end")
-    inside = [k for k in trace.kernels if start <= k.start < end]
-    if gpu is None:
-        gpus = {kernel.device for kernel in inside}
-        gpu = max(gpus, key=lambda g: busy_ns(_of(inside, g)), default=0)
-    kernels = _of(inside, gpu)
+    trace, reason = attribution.trace, "the program took no time in the trace"
+    try:
+        start, end = program_window(trace)
+    except ValueError as error:
+        start, end, reason = 0, 0, str(error)
+    gpus = {kernel.device for kernel in trace.kernels}
+    gpu = max(gpus, key=lambda g: busy_ns(_of(trace.kernels, g)), default=0)
+    kernels = _of(trace.kernels, gpu)
     wall, total = end - start, sum(kernel.duration for kernel in kernels)
-    if not kernels:
-        reasons = dict.fromkeys(_FIGURES, f"no kernel ran on GPU {gpu} in the window")
+    if wall and not kernels:
+        reason = "no kernel ran"
+    if not wall or not kernels:
+        reasons = dict.fromkeys(_FIGURES, reason)
         return Efficiency(gpu, wall, 0, 0, None, None, None, None, None, reasons)
-    busy = wall - _free(kernels, start, end)
+    busy = busy_ns(kernels)
     device = next((d for d in trace.devices if d.get("id") == gpu), {})
     reasons = {}
     sm = _sm_efficiency(kernels, start, end)
@@ -116,20 +104,15 @@ def efficiency(
     )
 
 
+_PROPERTIES = (
+    "computeMajor", "computeMinor", "maxThreadsPerMultiprocessor", "regsPerMultiprocessor",
+    "sharedMemPerMultiprocessor", "warpSize",
+)  # fmt: skip
 _FIGURES = ("gpu_utilisation", "sm_efficiency", "occupancy", "tensor_core_time_share")
 
 
 def _of(kernels: Sequence[GpuEvent], gpu: int) -> list[GpuEvent]:
     return [kernel for kernel in kernels if kernel.device == gpu]
-
-
-def _free(kernels: Sequence[GpuEvent], start: int, end: int) -> int:
-    """Nanoseconds of the window in which none of the kernels ran."""
-    free, until = 0, start
-    for kernel in kernels:  # sorted by start
-        free += max(0, kernel.start - until)
-        until = max(until, kernel.end)
-    return free + max(0, end - until)
 
 
 def _sm_efficiency(kernels: Sequence[GpuEvent], start: int, end: int) -> float | str:
@@ -139,7 +122,7 @@ def _sm_efficiency(kernels: Sequence[GpuEvent], start: int, end: int) -> float |
         if kernel.blocks_per_sm is None:
             return "the trace does not say the kernels' blocks per SM"
         blocks = kernel.blocks_per_sm
-        edges += [(kernel.start, blocks), (min(kernel.end, end), -blocks)]
+        edges += [(kernel.start, blocks), (kernel.end, -blocks)]
     edges.sort()
     covered, now, before = 0.0, 0.0, start
     for time, change in edges:
@@ -175,8 +158,8 @@ def theoretical_occupancy(kernel: GpuEvent, device: Mapping[str, Any]) -> float 
     """
     if not kernel.block or kernel.registers is None or kernel.shared_bytes is None:
         return "the trace does not say the kernels' block, registers and shared memory"
-    if "maxThreadsPerMultiprocessor" not in device:
-        return f"the trace has no properties of GPU {kernel.device}"
+    if lost := next((key for key in _PROPERTIES if key not in device), None):
+        return f"the trace does not say {lost} of GPU {kernel.device}"
     capability = (device["computeMajor"], device["computeMinor"])
     if capability not in BLOCKS_PER_SM:
         return f"compute capability {capability[0]}.{capability[1]}: its blocks per SM are unknown"

@@ -83,6 +83,8 @@ def to_json(profile: Profile, path: str | os.PathLike[str]) -> None:
         "wall_s": profile.wall_s,
         "unprofiled_wall_s": profile.unprofiled_wall_s,
         "unprofiled_reason": profile.unprofiled_reason,
+        "sm_clock_mhz": profile.sm_clock_mhz,
+        "sm_clock_reason": profile.sm_clock_reason,
         "interrupted": profile.interrupted,
         "incomplete": profile.incomplete,
         "attribution": {
@@ -102,6 +104,7 @@ def to_json(profile: Profile, path: str | os.PathLike[str]) -> None:
             "captured": audit.captured,
             "lost": len(audit.lost),
             "orphans": len(audit.orphans),
+            "sentinels": audit.sentinels,
         },
         "efficiency": {
             key: getattr(found, key)
@@ -133,8 +136,11 @@ def write_chrome_trace(profile: Profile, path: str | os.PathLike[str]) -> None:
     The process has two tracks for each stream with kernels, aligned to GPU time: the stage and the
     op that own what ran then. Neighbouring kernels of one call of an op, or of one entry of a
     range, are one slice, which says how many they are and how long they ran. The file is copied
-    piece by piece, so a large trace needs no memory.
+    piece by piece, so a large trace needs no memory. Raises ValueError where `path` is the trace
+    that the profile was read from: it is kept.
     """
+    if Path(path).exists() and Path(path).samefile(profile.source):
+        raise ValueError(f"path: {path} is the trace that this profile was read from")
     rows = [json.dumps(row, allow_nan=False) for row in _added(profile.attribution, profile.source)]
     with _open(profile.source, "r") as file, _open(path, "w") as out:
         head = ""

@@ -110,7 +110,8 @@ def stacked_bars(
         if widths.any():
             axis.barh(range(len(bars)), widths, 0.72, left, color=colour, label=part)
         left += widths
-    axis.set_yticks(range(len(bars)), [_cut(name) for name in bars])
+    # A dollar in a name begins no formula.
+    axis.set_yticks(range(len(bars)), [_cut(name) for name in bars], parse_math=False)
     axis.set_ylim(len(bars) - 0.4, -0.6)
     axis.tick_params(axis="y", length=0)
     axis.grid(visible=False, axis="y")

@@ -27,7 +27,7 @@ DTYPES = {
 }  # fmt: skip
 NO_SHAPES = "shapes were not recorded"
 NO_WORK = "no op with a FLOP formula"
-PACKED = "a trace does not hold the lengths of packed sequences"
+LENGTHS = "a trace does not hold the lengths of packed, padded or paged sequences"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class _Attention:
 
     `order` is that of q's dimensions, `first` the position of q (k and v follow). Masks: `causal`
     at a position, aligned to the bottom right or, as torch's own ops have it, to the top left;
-    `window` the position of left (right follows); `packed` that of cu_seqlens_q; `bias` a mask.
+    `window` the position of left (right follows), `bias` a mask. `lengths`: where any of these is
+    given, shapes do not say which keys a query has (packed, padded and paged sequences).
     """
 
     first: int
@@ -53,7 +54,7 @@ class _Attention:
     order: str = "BSHD"
     top_left: bool = False
     window: int | None = None
-    packed: int | None = None
+    lengths: tuple[int, ...] = ()
     bias: int | None = None
 
     @property
@@ -62,28 +63,34 @@ class _Attention:
 
 
 _SDPA = "aten::_scaled_dot_product_"
+# New keys of a cache, lengths in use, and pages.
+_FA3_FORWARD = _Attention(0, 24, window=25, lengths=(3, 7, 8, 10, 11, 14))
 _ATTENTION = {
-    "attnscope::forward": _Attention(0, 8, window=9, packed=3),
-    "attnscope_triton::forward": _Attention(0, 8, window=9, packed=3),
-    "attnscope::backward": _Attention(1, 11, window=12, packed=6),
-    "attnscope_triton::backward": _Attention(1, 11, window=12, packed=6),
+    "attnscope::forward": _Attention(0, 8, window=9, lengths=(3, 4)),
+    "attnscope_triton::forward": _Attention(0, 8, window=9, lengths=(3, 4)),
+    "attnscope::backward": _Attention(1, 11, window=12, lengths=(6, 7)),
+    "attnscope_triton::backward": _Attention(1, 11, window=12, lengths=(6, 7)),
     f"{_SDPA}flash_attention": _Attention(0, 4, "BHSD", True),
-    f"{_SDPA}flash_attention_backward": _Attention(1, 11, "BHSD", True),
+    f"{_SDPA}flash_attention_backward": _Attention(1, 11, "BHSD", True, lengths=(6, 7)),
     f"{_SDPA}efficient_attention": _Attention(0, 6, "BHSD", True, bias=3),
     f"{_SDPA}efficient_attention_backward": _Attention(1, 11, "BHSD", True, bias=4),
     f"{_SDPA}cudnn_attention": _Attention(0, 6, "BHSD", True, bias=3),
-    f"{_SDPA}cudnn_attention_backward": _Attention(1, 14, "BHSD", True, bias=8),
-    "aten::_cudnn_attention_forward": _Attention(0, 10, "BHSD", True, packed=4, bias=3),
-    "aten::_cudnn_attention_backward": _Attention(1, 14, "BHSD", True, bias=8),
-    "aten::_flash_attention_forward": _Attention(0, 8, window=11, packed=3),
-    "aten::_flash_attention_backward": _Attention(1, 11, window=15, packed=6),
-    "aten::_efficient_attention_forward": _Attention(0, 9, top_left=True, packed=4, bias=3),
-    "aten::_efficient_attention_backward": _Attention(1, 14, top_left=True, packed=6, bias=4),
+    f"{_SDPA}cudnn_attention_backward": _Attention(1, 14, "BHSD", True, lengths=(9, 10), bias=8),
+    "aten::_cudnn_attention_forward": _Attention(0, 10, "BHSD", True, lengths=(4, 5), bias=3),
+    "aten::_cudnn_attention_backward": _Attention(1, 14, "BHSD", True, lengths=(9, 10), bias=8),
+    "aten::_flash_attention_forward": _Attention(0, 8, window=11, lengths=(3, 4, 13, 15)),
+    "aten::_flash_attention_backward": _Attention(1, 11, window=15, lengths=(6, 7)),
+    "aten::_efficient_attention_forward": _Attention(
+        0, 9, top_left=True, lengths=(4, 5, 12, 13), bias=3
+    ),
+    "aten::_efficient_attention_backward": _Attention(
+        1, 14, top_left=True, lengths=(6, 7, 18), bias=4
+    ),
     "flash_attn::_flash_attn_forward": _Attention(0, 5, window=6),
     "flash_attn::_flash_attn_backward": _Attention(1, 11, window=12),
-    "flash_attn_3::fwd": _Attention(0, 24, window=25, packed=7),
-    "flash_attn_3::bwd": _Attention(1, 16, window=17, packed=9),
-    "fa3_fwd::fwd": _Attention(0, 24, window=25, packed=7),
+    "flash_attn_3::fwd": _FA3_FORWARD,
+    "flash_attn_3::bwd": _Attention(1, 16, window=17, lengths=(9, 10, 11, 12)),
+    "fa3_fwd::fwd": _FA3_FORWARD,
 }
 # Position of the first factor; the second follows.
 _PRODUCTS = {
@@ -142,8 +149,9 @@ def _attention(event: CpuEvent, shapes: Shapes) -> Work | str:
     from attnscope.ops import visible_pairs
 
     op = _ATTENTION[event.name]
-    if op.packed is not None and shapes[op.packed]:
-        return PACKED
+    given = (at < len(shapes) and (shapes[at] or (event.concrete or ())[at]) for at in op.lengths)
+    if any(given):
+        return LENGTHS
     batch, *_ = q = shapes[op.first]
     k, v = shapes[op.first + 1 : op.first + 3]
     rows, heads = (1, 2) if op.order == "BSHD" else (2, 1)

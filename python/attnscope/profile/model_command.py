@@ -5,19 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from attnscope.bench.command import bad_input, integers, pick_device, split
 from attnscope.bench.show import say
+from attnscope.profile.attention_command import make_folder
 from attnscope.profile.document import Document
 from attnscope.profile.models import PRECISIONS, SIZES, ModelConfig, model_config
 from attnscope.profile.tables import ProfileError
 
+if TYPE_CHECKING:
+    from attnscope.bench.store import Results
+    from attnscope.profile.model_run import Run
+
 Output = Annotated[Path, typer.Option(help="Folder for records (JSON), report and figures.")]
 Device = Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu; left out, a GPU if any.")]
-Timeout = Annotated[float, typer.Option(help="Seconds that one configuration may take.")]
+Timeout = Annotated[float, typer.Option(min=1, help="Seconds that one configuration may take.")]
 TINY = "tiny"  # for a machine without a GPU: a model that takes a second
 
 
@@ -62,9 +67,12 @@ def lm_command(
             for context in integers(contexts, "--contexts")
             for one in resolve(split(impl))
         ]
-    from attnscope.profile.model_report import checked, model_report
+        if not runs:
+            raise ValueError(f"nothing to run: --models {models!r}, --impl {impl!r}")
+    from attnscope.profile.model_report import model_report
+    from attnscope.profile.records import checked
 
-    results = _measure(runs, output / "lm.json", resume, timeout, where)
+    results = _measure(runs, output / "lm.json", timeout, where, resume)
     _finish(lambda: model_report(results.rows, results.env), output / "lm")
     statuses = {checked(record)["status"] for record in results.rows}
     if "refused" in statuses or "ok" not in statuses:
@@ -93,7 +101,7 @@ def pair_command(
         (fused,) = resolve([impl])
         ways = recipes(fused.name, batch, larger_batch)
         todo = runs(_config(model, context), ways, where)
-    results = _measure(todo, output / "pair.json", False, timeout, where)
+    results = _measure(todo, output / "pair.json", timeout, where)
     _finish(lambda: pair_report(results.rows, results.env), output / "pair")
 
 
@@ -103,14 +111,20 @@ def _config(name: str, context: int) -> ModelConfig:
     return model_config(name, context)
 
 
-def _measure(runs: list[Any], path: Path, resume: bool, timeout_s: float, device: str) -> Any:
+def _measure(
+    runs: list[Run], path: Path, timeout_s: float, device: str, resume: bool | None = None
+) -> Results:
+    """Run what the file has no record of. `resume` is None where a run cannot be gone on with."""
     import torch
 
     from attnscope.bench.store import Results, environment
-    from attnscope.profile.model_run import Record, run_all
+    from attnscope.profile.model_run import run_all
+    from attnscope.profile.records import Record, check_configurations
 
     with bad_input("profile_model"):
-        results = Results.create(path, environment(torch.device(device), {}), resume)
+        make_folder(path.parent)
+        results = Results.create(path, environment(torch.device(device), {}), bool(resume))
+        check_configurations(results.rows)
     started = time.perf_counter()
 
     def told(record: Record) -> None:
@@ -121,7 +135,9 @@ def _measure(runs: list[Any], path: Path, resume: bool, timeout_s: float, device
     try:
         run_all(runs, results, timeout_s=timeout_s, on_done=told)
     except KeyboardInterrupt:
-        say(f"profile_model: stopped; {path} has what was done, go on with --resume", "red")
+        how = "" if resume is None else "; go on with --resume"
+        done = f"{path} has what was done{how}" if results.rows else "nothing was done yet"
+        say(f"profile_model: stopped; {done}", "red")
         raise typer.Exit(130) from None
     return results
 

@@ -7,15 +7,16 @@ with the reason. A record that contradicts itself is refused, and its row says h
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
 from attnscope.profile.document import Document, Section
 from attnscope.profile.figures import CATEGORY_COLOURS, PART_COLOURS, stacked_bars
-from attnscope.profile.model_run import OUTSIDE, SOFTMAX_OPS, TIMED_STEPS, Record
+from attnscope.profile.model_run import SOFTMAX_OPS, TIMED_STEPS
 from attnscope.profile.models import ATTENTION, BACKWARD, CORE, FORWARD, OPTIMIZER, PARTS, PHASES
 from attnscope.profile.names import CATEGORIES
+from attnscope.profile.records import OUTSIDE, Record, checked
 from attnscope.profile.tables import SLACK_US, ProfileError
 
 Row = dict[str, Any]
@@ -31,7 +32,10 @@ def model_report(records: Sequence[Record], env: Mapping[str, Any]) -> Document:
     Raises ProfileError where configurations have the same kernel time to the nanosecond: a table
     of constants is not measured.
     """
-    rows = [checked(record) for record in records]
+    # Columns that tell configurations apart, besides model, context and impl.
+    also = [key for key in ("precision", "batch") if len({one[key] for one in records}) > 1]
+    names = ("model", "context", "impl", *also)
+    rows = [checked(one) | {"key": {name: one[name] for name in names}} for one in records]
     good = [one for one in rows if one["status"] == "ok"]
     _refuse_constants(good)
     kernels = [one for one in good if one["no_kernels"] is None]
@@ -43,59 +47,18 @@ def model_report(records: Sequence[Record], env: Mapping[str, Any]) -> Document:
         "Backward kernels belong to the part of the model whose forward op they are the backward "
         "of.",
     ]
-    sections = [_configurations(rows), *_forward_time(good)]
+    sections = [_configurations(rows)]
+    if good:
+        sections.append(_wall_clock(good))
     if kernels:
-        sections += [_top_kernels(kernels), _categories(kernels), _phases(kernels)]
+        sections += [
+            _forward_time(kernels),
+            _top_kernels(kernels),
+            _categories(kernels),
+            _phases(kernels),
+        ]
         sections += [_parts(kernels), _inside_attention(kernels)]
     return Document("Where the time of a training step goes", lead, sections)
-
-
-# Checks
-
-
-def check_record(record: Record) -> None:
-    """Raises ProfileError for a record with kernels that cannot be true."""
-    if record["no_kernels"] is not None:
-        return
-    name = _label(record)
-    total, phases, rows = record["total_us"], record["phases"], record["kernels"]
-    if not total > 0 or FORWARD not in phases:
-        raise ProfileError(f"{name}: {total} us of kernels, phases {sorted(phases)}")
-
-    def same(what: str, value: float, whole: float) -> None:
-        if abs(value - whole) > SLACK_US:
-            raise ProfileError(f"{name}: {what} is {value:.3f} us, it must be {whole:.3f} us")
-
-    def within(what: str, part: float, whole: float) -> None:
-        if part < 0 or part > whole + SLACK_US:
-            raise ProfileError(f"{name}: {what}: {part:.3f} us of {whole:.3f} us")
-
-    same("the sum of kernels", sum(row["total_us"] for row in rows), total)
-    within("the sum of the phases", sum(phase["kernel_us"] for phase in phases.values()), total)
-    for key, phase in phases.items():
-        mine = [row for row in rows if row["phase"] == key]
-        same(f"the sum of {key} kernels", sum(row["total_us"] for row in mine), phase["kernel_us"])
-        calls = sum(row["calls"] for row in mine)
-        if calls != phase["kernels"]:
-            raise ProfileError(f"{name}: {calls} {key} kernels in rows, {phase['kernels']} ran")
-        within(f"{key}: busy of kernel time", phase["busy_us"], phase["kernel_us"])
-        within(f"{key}: busy of span", phase["busy_us"], phase["span_us"])
-        within(f"{key}: busy of its range", phase["busy_us"], phase["wall_us"])
-        if not record["wall_ms"].get(key):
-            raise ProfileError(f"{name}: {key} has kernels and no wall time")
-    if record["owned"] > 1 + 1e-9:
-        raise ProfileError(f"{name}: {record['owned']:.2%} of the kernel time is owned")
-
-
-def checked(record: Record) -> Record:
-    """The record, with status "refused" and the reason where it cannot be true."""
-    if record["status"] != "ok":
-        return record
-    try:
-        check_record(record)
-    except ProfileError as error:
-        return record | {"status": "refused", "reason": str(error)}
-    return record
 
 
 def _refuse_constants(records: Sequence[Record]) -> None:
@@ -116,11 +79,11 @@ def _refuse_constants(records: Sequence[Record]) -> None:
 
 
 def _label(record: Record) -> str:
-    return f"{record['model']} {record['context']} {record['impl']}"
+    return " ".join(map(str, record["key"].values()))
 
 
 def _key(record: Record) -> Row:
-    return {"model": record["model"], "context": record["context"], "impl": record["impl"]}
+    return dict(record["key"])
 
 
 def _configurations(records: Sequence[Record]) -> Section:
@@ -133,7 +96,7 @@ def _configurations(records: Sequence[Record]) -> Section:
             "status": record["status"],
             "peak GiB": record.get("peak_memory_gib"),
             "owned by ops %": _owned(record),
-            "reason": record["reason"] or record.get("no_backward") or record.get("no_kernels"),
+            "reason": "; ".join(filter(None, map(record.get, _REASONS))) or None,
         }
         for record in records
     ]
@@ -142,28 +105,42 @@ def _configurations(records: Sequence[Record]) -> Section:
     return Section("Configurations", f"{len(records)} configurations: {said}.", rows)
 
 
+_REASONS = ("reason", "no_backward", "no_kernels")
+
+
 def _owned(record: Record) -> float | None:
     has = record["status"] == "ok" and record["no_kernels"] is None
     return 100 * record["owned"] if has else None
 
 
-def _forward_time(records: Sequence[Record]) -> Iterator[Section]:
+def _wall_clock(records: Sequence[Record]) -> Section:
+    rows = []
+    for record in records:
+        walls = {phase: median(times) for phase, times in record["wall_ms"].items()}
+        row = _key(record) | {f"{phase} ms": walls.get(phase) for phase in PHASES}
+        if record["no_backward"] is None:
+            step = sum(walls.values())
+            tokens = record["batch"] * record["context"]
+            row |= {"step ms": step, "tokens a second": tokens / step * 1e3}
+        rows.append(row)
+    return Section("Wall clock", "Phases of a step without the profiler.", rows)
+
+
+def _forward_time(records: Sequence[Record]) -> Section:
     rows, doubtful = [], []
     for record in records:
-        wall = median(record["wall_ms"][FORWARD])
-        row = _key(record) | {"wall clock ms": wall}
-        if record["no_kernels"] is None:
-            phase = record["phases"][FORWARD]
-            row |= {
-                "with the profiler ms": phase["wall_us"] / 1e3,
-                "first to last kernel ms": phase["span_us"] / 1e3,
-                "GPU busy ms": phase["busy_us"] / 1e3,
-                "kernels": phase["kernels"],
-            }
-            if phase["busy_us"] / 1e3 > BOTH_RUNS * wall:
-                doubtful.append(_label(record))
-            else:
-                row["GPU busy of wall %"] = min(100.0, 100 * phase["busy_us"] / 1e3 / wall)
+        wall, phase = median(record["wall_ms"][FORWARD]), record["phases"][FORWARD]
+        row = _key(record) | {
+            "wall clock ms": wall,
+            "with the profiler ms": phase["wall_us"] / 1e3,
+            "first to last kernel ms": phase["span_us"] / 1e3,
+            "GPU busy ms": phase["busy_us"] / 1e3,
+            "kernels": phase["kernels"],
+        }
+        if phase["busy_us"] / 1e3 > BOTH_RUNS * wall:
+            doubtful.append(_label(record))
+        else:
+            row["GPU busy of wall %"] = min(100.0, 100 * phase["busy_us"] / 1e3 / wall)
         rows.append(row)
     text = (
         "The wall clock has what the CPU adds where the GPU waits for launches; the profiler adds "
@@ -175,8 +152,7 @@ def _forward_time(records: Sequence[Record]) -> Iterator[Section]:
             f"Kernels took longer in the profiled step than the wall clock of the others: "
             f"{', '.join(doubtful)}. No share is given."
         )
-    if rows:
-        yield Section("Forward time", text, rows, notes=notes)
+    return Section("Forward time", text, rows, notes=notes)
 
 
 def _top_kernels(records: Sequence[Record]) -> Section:
@@ -202,7 +178,8 @@ def _top_kernels(records: Sequence[Record]) -> Section:
     return Section("Top kernels", text, rows)
 
 
-def _by_category(record: Record, phase: str | None = None) -> Counter[str]:
+def by_category(record: Record, phase: str | None = None) -> Counter[str]:
+    """Microseconds of kernels by category, in a phase or in the whole step."""
     times: Counter[str] = Counter()
     for row in record["kernels"]:
         if phase in (None, row["phase"]):
@@ -213,7 +190,7 @@ def _by_category(record: Record, phase: str | None = None) -> Counter[str]:
 def _categories(records: Sequence[Record]) -> Section:
     rows, bars = [], {}
     for record in records:
-        times = _by_category(record, FORWARD)
+        times = by_category(record, FORWARD)
         row = _key(record) | {"forward ms": times.total() / 1e3}
         rows.append(row | {f"{c} %": 100 * times[c] / times.total() for c in CATEGORIES})
         bars[_label(record)] = {c: 100 * times[c] / times.total() for c in CATEGORIES}
@@ -237,10 +214,8 @@ def _phases(records: Sequence[Record]) -> Section:
         row |= {f"{phase} ms": time / 1e3 for phase, time in times.items()}
         row |= {f"{phase} %": 100 * time / whole for phase, time in times.items()}
         for phase in (FORWARD, BACKWARD, None):
-            found = _by_category(record, phase)
+            found = by_category(record, phase)
             row[f"GEMM of {phase or 'step'} %"] = 100 * found["GEMM"] / found.total()
-        walls = [median(record["wall_ms"][phase]) for phase in PHASES]
-        row["step wall clock ms"] = sum(walls)
         if record["total_us"] > whole + SLACK_US:
             row["in no phase ms"] = (record["total_us"] - whole) / 1e3
         rows.append(row)

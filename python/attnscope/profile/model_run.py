@@ -20,6 +20,7 @@ from attnscope.profile.attribution import Attribution, busy_ns
 from attnscope.profile.flops import FlopCounts
 from attnscope.profile.models import CORE, PARTS, PHASES, ModelConfig, Training
 from attnscope.profile.names import category, short_name, uses_tensor_cores
+from attnscope.profile.records import OUTSIDE, Record, checked
 from attnscope.profile.session import annotate, profile, synchronize
 from attnscope.profile.trace import CpuEvent, GpuEvent
 from attnscope.ranges import MEASURE, WARMUP
@@ -32,12 +33,9 @@ if TYPE_CHECKING:
 WARMUP_STEPS = 2
 TIMED_STEPS = 5
 ENDING_S = 30.0  # that a process has to end after its record
-OUTSIDE = "(outside)"  # of the phases, or of the parts
 # Operations an element: maximum, subtract, exp, sum, divide; backward: multiply, sum, subtract,
 # multiply.
 SOFTMAX_OPS = {"aten::_softmax": 5, "aten::_softmax_backward_data": 4}
-
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +84,7 @@ def measure(run: Run) -> Record:
                 walls[phase].append((time.perf_counter() - start) * 1e3)
                 start = time.perf_counter()
     record = run.key | {"status": "ok", "reason": None, "wall_ms": dict(walls)}
-    record |= {"tokens": run.batch * run.config.context, "no_backward": training.no_backward}
-    record["peak_memory_gib"] = None
+    record |= {"no_backward": training.no_backward, "peak_memory_gib": None}
     if device.type == "cuda":
         record["peak_memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
     record["no_kernels"] = _why_no_kernels(device.type)
@@ -217,14 +214,16 @@ def run_all(
 ) -> None:
     """Measure each configuration that `results` has no record of, each in its own process.
 
-    The file is saved after every one of them; failed ones are tried again in a later call.
+    The file is saved after every one of them. Those that failed, or whose record cannot be true,
+    are tried again in a later call, and keep their place.
     """
     for run in runs:
-        same = [old for old in results.rows if run.key.items() <= old.items()]
-        if any(old["status"] != "failed" for old in same):
+        same = [i for i, old in enumerate(results.rows) if run.key.items() <= old.items()]
+        if any(checked(results.rows[i])["status"] in ("ok", "skipped") for i in same):
             continue
         record = run_apart(run, timeout_s)
-        results.rows = [old for old in results.rows if old not in same] + [record]
+        at = same[0] if same else len(results.rows)
+        results.rows[at : at + 1] = [record]
         results.save()
         on_done(record)
 
@@ -259,6 +258,8 @@ def _child(measure: Callable[[Run], Record], run: Run, sender: Connection) -> No
     from attnscope.bench.impls import Unsupported
     from attnscope.bench.runner import explain
 
+    # Ctrl-C reaches every process of a terminal; the one that started this one ends it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         record = measure(run)
     except Unsupported as refusal:

@@ -14,10 +14,11 @@ from typing import Any
 
 from attnscope.profile.document import Document, Section
 from attnscope.profile.figures import CATEGORY_COLOURS, stacked_bars
-from attnscope.profile.model_report import check_record, part_times
-from attnscope.profile.model_run import OUTSIDE, Record, Run
+from attnscope.profile.model_report import by_category, part_times
+from attnscope.profile.model_run import Run
 from attnscope.profile.models import ATTENTION, CORE, OPTIMIZER, PARTS, PHASES, ModelConfig
 from attnscope.profile.names import CATEGORIES
+from attnscope.profile.records import OUTSIDE, Record, check_record
 
 Row = dict[str, Any]
 
@@ -90,17 +91,21 @@ def _why(record: Record) -> str:
     return str(record.get("no_backward") or record["reason"])
 
 
+def _tokens(record: Record) -> int:
+    return int(record["batch"] * record["context"])
+
+
 def _microseconds(record: Record) -> float:
     """Wall clock of a step without the profiler, by token."""
     walls = sum(median(record["wall_ms"][phase]) for phase in PHASES)
-    return walls * 1e3 / record["tokens"]
+    return walls * 1e3 / _tokens(record)
 
 
 def _changes(records: Sequence[Record]) -> Section:
     rows: list[Row] = []
     first = before = _microseconds(records[0])
     for record in records:
-        row: Row = {"change": record["model"], "tokens a step": record["batch"] * record["context"]}
+        row: Row = {"change": record["model"], "tokens a step": _tokens(record)}
         if record["status"] != "ok" or record["no_backward"]:
             rows.append(row | {"not measured": _why(record)})
             continue
@@ -109,7 +114,7 @@ def _changes(records: Sequence[Record]) -> Section:
         row["speed, to plain"] = first / now
         if record["no_kernels"] is None:
             use = record["efficiency"]
-            row["GPU us a token"] = record["total_us"] / record["tokens"]
+            row["GPU us a token"] = record["total_us"] / _tokens(record)
             row["kernels a step"] = sum(kernel["calls"] for kernel in record["kernels"])
             row["tensor-core time %"] = _percent(use["tensor_core_time_share"])
             row["GPU utilisation, profiled %"] = _percent(use["gpu_utilisation"])
@@ -128,14 +133,7 @@ def _percent(share: float | None) -> float | None:
 
 
 def _a_token(record: Record, times: Counter[str]) -> dict[str, float]:
-    return {name: time / record["tokens"] for name, time in times.items()}
-
-
-def _by_category(record: Record) -> Counter[str]:
-    times: Counter[str] = Counter()
-    for row in record["kernels"]:
-        times[row["category"]] += row["total_us"]
-    return times
+    return {name: time / _tokens(record) for name, time in times.items()}
 
 
 def _parts(plain: Record, best: Record) -> Section:
@@ -162,7 +160,7 @@ def _parts(plain: Record, best: Record) -> Section:
 
 
 def _categories(records: Sequence[Record]) -> Section:
-    bars = {record["model"]: _a_token(record, _by_category(record)) for record in records}
+    bars = {record["model"]: _a_token(record, by_category(record)) for record in records}
     rows = [
         {"change": name} | {f"{c} us": bar.get(c, 0.0) for c in CATEGORIES}
         for name, bar in bars.items()
@@ -175,7 +173,7 @@ def _why_section(records: Sequence[Record]) -> Section:
     """What changed between neighbours, in numbers of the records: where time went, what ended."""
     rows = []
     for before, after in zip(records, records[1:], strict=False):
-        a, b = (_a_token(record, _by_category(record)) for record in (before, after))
+        a, b = (_a_token(record, by_category(record)) for record in (before, after))
         moved = sorted(CATEGORIES, key=lambda c: -abs(b.get(c, 0.0) - a.get(c, 0.0)))[:3]
         told = [f"{c} {a.get(c, 0.0):.3g} to {b.get(c, 0.0):.3g}" for c in moved]
         kinds = {one["kind"] for one in after["findings"]}

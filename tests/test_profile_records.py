@@ -1,0 +1,110 @@
+"""Records of models that were cut, edited or made up: refused with the place, never a traceback."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from step_trace import record
+
+from attnscope.profile.model_report import model_report
+from attnscope.profile.records import Record, check_configurations, check_record, checked
+from attnscope.profile.transformer import pair_report
+
+GPU_KEYS = ("total_us", "owned", "phases", "kernels", "flops", "softmax_flops", "efficiency")
+IDENTITY = {"model", "impl", "precision", "context", "batch", "parameters", "status", "reason"}
+IDENTITY |= {"d_model", "d_ff", "layers", "heads", "vocabulary"}
+LOST = object()
+WRONG = (LOST, None, "x", -1, 0, 1e12, float("nan"), [], {}, True)
+Place = tuple[str | int, ...]
+
+
+@pytest.fixture(params=["GPU", "CPU"])
+def good(request: pytest.FixtureRequest, tmp_path: Path) -> Record:
+    found = record(tmp_path, context=16)
+    found["findings"] = [{"kind": "tiny grid", "title": "one kernel"}]
+    if request.param == "CPU":
+        found = {key: value for key, value in found.items() if key not in (*GPU_KEYS, "findings")}
+        found |= {"no_kernels": "no GPU", "peak_memory_gib": None}
+    return found
+
+
+def places(value: Any, at: Place = ()) -> Iterator[Place]:
+    """Of everything in a record, the first of each list."""
+    keys = value if isinstance(value, dict) else range(min(1, len(value)))
+    for key in keys:
+        yield (*at, key)
+        if isinstance(value[key], dict | list):
+            yield from places(value[key], (*at, key))
+
+
+def damaged(found: Record, at: Place, value: object) -> Record:
+    copied: Any = copy.deepcopy(found)
+    inner = copied
+    for key in at[:-1]:
+        inner = inner[key]
+    if value is LOST:
+        del inner[at[-1]]
+    else:
+        inner[at[-1]] = value
+    return copied
+
+
+def test_a_record_as_measured_is_believed(good: Record) -> None:
+    check_configurations([good])
+    check_record(good)
+    assert checked(good) is good
+
+
+def test_damage_anywhere_is_refused_or_harmless(good: Record, tmp_path: Path) -> None:
+    """Whatever is lost or replaced: a reason, or reports that can be written."""
+    other = record(tmp_path, scale=2.0) | {"model": "other"}
+    refused = 0
+    for at in places(good):
+        for value in WRONG:
+            bad = damaged(good, at, value)
+            try:
+                check_configurations([other, bad])
+            except ValueError as error:
+                assert at[0] in IDENTITY and "record 2" in str(error)
+                continue
+            row = checked(bad)
+            if row["status"] == "refused":
+                refused += 1
+                assert row["reason"].startswith("made 16 naive")
+                continue
+            model_report([other, bad], {})
+            if bad["status"] == "ok" and not bad["no_backward"]:
+                pair_report([other, bad], {})
+    assert refused > 50
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "says"),
+    [
+        (("phases", "backward"), LOST, "its phases are forward, optimizer"),
+        (("kernels", 0, "category"), "magic", "kernels 0: category is 'magic'"),
+        (("kernels", 0, "phase"), "sideways", "kernels 0: phase is 'sideways'"),
+        (("efficiency", "gpu_utilisation"), 1.5, "efficiency: gpu_utilisation is 1.5"),
+        (("wall_ms", "backward"), LOST, "backward has no wall time"),
+        (("wall_ms", "forward", 0), 0.0, "forward has no wall time"),
+        (("flops", 0, "flops"), -5, "flops 0: flops is -5"),
+        (("owned",), LOST, "lacks 'owned'"),
+    ],
+)
+def test_the_reason_says_where(tmp_path: Path, at: Place, value: object, says: str) -> None:
+    found = checked(damaged(record(tmp_path), at, value))
+    assert (found["status"], found["reason"]) == (
+        "refused",
+        f"made 8 naive: {says}".replace(": lacks", " lacks"),
+    )
+
+
+def test_rows_of_something_else_are_no_records() -> None:
+    with pytest.raises(ValueError, match="not a file of models: record 1 lacks 'model'"):
+        check_configurations([{"impl": "cuda", "workload": "forward", "status": "ok"}])
+    with pytest.raises(ValueError, match="record 1 is 7"):
+        check_configurations([7])
