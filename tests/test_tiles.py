@@ -12,8 +12,8 @@ CXX = shutil.which("g++")
 HOPPER = """
 #include "kernels/sm90_forward/config.cuh"
 using namespace attnscope::sm90;
-constexpr const ForwardTile& tile(int head_dim, int rows, bool causal) {
-  return kForwardTiles[choose_forward_tile(head_dim, rows, causal)];
+constexpr const ForwardTile& tile(int head_dim, int rows, bool causal, long long heads = 1000) {
+  return kForwardTiles[choose_forward_tile(head_dim, rows, heads, causal)];
 }
 constexpr bool every_tile_fits() {
   for (const ForwardTile& t : kForwardTiles) {
@@ -29,9 +29,15 @@ static_assert(every_tile_fits(), "a tile does not fit a multiprocessor");
 static_assert(tile(8, 1, false).head_dim == 64 && tile(64, 1 << 30, true).head_dim == 64);
 static_assert(tile(72, 1, false).head_dim == 128 && tile(128, 1 << 30, true).head_dim == 128);
 static_assert(tile(136, 1, false).head_dim == 256 && tile(256, 1 << 30, true).head_dim == 256);
-static_assert(choose_forward_tile(264, 1, false) == -1, "no tile is that wide");
+static_assert(choose_forward_tile(264, 1, 1000, false) == -1, "no tile is that wide");
 static_assert(tile(64, 512, true).block_m == 256 && tile(64, 1 << 14, true).block_m == 192);
 static_assert(tile(128, 2048, true).block_m == 192 && tile(128, 2048, false).block_m == 128);
+static_assert(tile(64, 128, false).block_m == 128, "larger tiles leave half of theirs empty");
+static_assert(tile(128, 256, true).block_m == 128, "two of 192 leave a third empty");
+static_assert(tile(128, 257, true).block_m == 192);
+static_assert(tile(64, 512, true, 65).block_m == 128, "130 tiles of 256 rows: two SMs idle");
+static_assert(tile(64, 512, true, 66).block_m == 256, "one for each SM");
+static_assert(tile(64, 0, true, 0).block_m == 128, "an empty call has a tile");
 """
 
 

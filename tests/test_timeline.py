@@ -452,7 +452,7 @@ def test_the_instrumented_library_has_the_same_tiles(built):
     kernel = library.Instrumented(built[0])
     names = ("head_dim", "block_m", "block_n", "stages")
     normal = [t for t in json.loads(torch.ops.attnscope.kernels()) if t["kernel"] == "sm90_forward"]
-    calls = [(t["head_dim"], rows, causal) for t in normal for rows in (1, 1 << 20)
+    calls = [(t["head_dim"], rows, 1000, causal) for t in normal for rows in (1, 1000, 1 << 20)
              for causal in (False, True)]  # fmt: skip
     chosen = [kernel.tile(*call) for call in calls]
     assert {tuple(t[n] for n in names) for t in chosen} == {
@@ -462,7 +462,7 @@ def test_the_instrumented_library_has_the_same_tiles(built):
     for tile in chosen:
         assert threads[tile["head_dim"], tile["block_m"]] == 128 * (tile["consumers"] + 1)
     with pytest.raises(ValueError, match="head_dim: 264 is served by no tile"):
-        kernel.tile(264, 128, False)
+        kernel.tile(264, 128, 1, False)
 
 
 @pytest.mark.skipif(sass.cuobjdump() is None, reason="no cuobjdump")

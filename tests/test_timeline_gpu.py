@@ -17,8 +17,9 @@ from attnscope.timeline.recording import Recording
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 SHAPES = {
-    "d64": {"batch": 2, "seqlen": 1500, "heads": 8, "head_dim": 64},
+    "d64": {"batch": 4, "seqlen": 1500, "heads": 8, "head_dim": 64},
     "d64-causal": {"batch": 4, "seqlen": 512, "heads": 32, "head_dim": 64, "causal": True},
+    "d64-short": {"batch": 4, "seqlen": 100, "heads": 8, "head_dim": 64},
     "d128": {"batch": 1, "seqlen": 4096, "heads": 16, "head_dim": 128},
     "d128-causal": {"batch": 3, "seqlen": 1000, "heads": 16, "head_dim": 128, "causal": True},
     "d256-gqa": {"batch": 1, "seqlen": 700, "heads_q": 8, "heads_kv": 2, "head_dim": 256},
@@ -53,7 +54,10 @@ def visible_blocks(work: Workload, first_row: int, rows: int, block_n: int) -> i
 def test_the_shapes_are_of_all_tiles(built):
     kernel = library.Instrumented(built[0])
     works = [Workload.of(**shape) for shape in SHAPES.values()]
-    tiles = [kernel.tile(work.head_dim, work.seqlen_q, work.causal) for work in works]
+    tiles = [
+        kernel.tile(work.head_dim, work.seqlen_q, work.batch * work.heads_q, work.causal)
+        for work in works
+    ]
     names = ("head_dim", "block_m", "block_n")
     normal = [t for t in json.loads(torch.ops.attnscope.kernels()) if t["kernel"] == "sm90_forward"]
     assert {tuple(t[n] for n in names) for t in tiles} == {

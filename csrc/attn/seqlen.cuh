@@ -1,6 +1,8 @@
 // Where one sequence of a batch begins and how long it is, dense or packed.
 #pragma once
 
+#include <climits>
+
 #include "attn/params.h"
 
 namespace attnscope {
@@ -16,9 +18,10 @@ struct Segment {
 __device__ __forceinline__ Segment segment(const int32_t* cu_seqlens, int64_t total, int max_length,
                                            int batch) {
   if (cu_seqlens == nullptr) return {0, batch, max_length};
-  const int64_t begin = min(max(static_cast<int64_t>(cu_seqlens[batch]), int64_t{0}), total);
-  const int64_t end = min(max(static_cast<int64_t>(cu_seqlens[batch + 1]), begin), total);
-  return {begin, 0, static_cast<int>(min(end - begin, static_cast<int64_t>(max_length)))};
+  const int last = static_cast<int>(min(total, int64_t{INT_MAX}));
+  const int begin = min(max(cu_seqlens[batch], 0), last);
+  const int end = min(max(cu_seqlens[batch + 1], begin), last);
+  return {begin, 0, min(end - begin, max_length)};
 }
 
 }  // namespace attnscope

@@ -12,14 +12,15 @@ struct ForwardTile {
   int q_stages;      // Q tiles in flight: the present one and the next, or one
   int stages;        // K and V tiles in flight
   bool keep_scores;  // through the softmax; else they are computed again when the maximum rose
-  int full_rows;     // serves calls of up to this many query rows,
-  int causal_rows;   // causal ones of up to this many
+  int over_rows;     // serves calls of more than so many query rows
+  int full_rows;     // and of no more than so many,
+  int causal_rows;   // causal ones of no more than so many
   const char* reason;
 
   constexpr int consumers() const { return block_m / 64; }
   constexpr int threads() const { return 128 * (consumers() + 1); }
   // A thread's registers: what the feeding warps can spare goes to the consumers.
-  constexpr int producer_registers() const { return consumers() == 3 ? 32 : 24; }
+  constexpr int producer_registers() const { return 32; }
   constexpr int consumer_registers() const {
     const int launched = 65536 / threads() / 8 * 8;
     const int rest = launched * (consumers() + 1) - producer_registers();
@@ -36,24 +37,36 @@ struct ForwardTile {
 // (docs/perf-log.md).
 inline constexpr int kAnyRows = INT_MAX;
 inline constexpr ForwardTile kForwardTiles[] = {
-    {64, 256, 64, 2, 4, false, 1024, 4096,
+    {64, 256, 64, 2, 4, false, 128, 1024, 4096,
      "causal S = 512, 1024: 278, 373; 192 rows of 128 keys: 241, 327"},
-    {64, 192, 128, 2, 3, false, kAnyRows, kAnyRows, "S = 8192: 587; 256 rows of 64 keys: 560"},
-    {128, 192, 64, 1, 4, true, 512, 8192,
+    {64, 128, 128, 2, 3, true, 0, 128, 128, "rows that larger tiles leave empty"},
+    {64, 192, 128, 2, 3, false, 0, kAnyRows, kAnyRows, "S = 8192: 587; 256 rows of 64 keys: 560"},
+    {128, 192, 64, 1, 4, true, 256, 512, 8192,
      "causal S = 512, 1024: 332, 466; 128 rows of 128 keys: 292, 446"},
-    {128, 128, 128, 1, 2, true, kAnyRows, kAnyRows, "S = 8192: 756; 192 rows of 64 keys: 744"},
-    {256, 128, 64, 1, 2, true, kAnyRows, kAnyRows, "1.04; 80 keys, scores not kept: 0.98"},
+    {128, 128, 128, 1, 2, true, 0, kAnyRows, kAnyRows, "S = 8192: 756; 192 rows of 64 keys: 744"},
+    {256, 128, 64, 1, 2, true, 0, kAnyRows, kAnyRows, "1.04; 80 keys, scores not kept: 0.98"},
 };
 inline constexpr int kForwardTileCount = sizeof(kForwardTiles) / sizeof(kForwardTiles[0]);
 inline constexpr int kMaxConsumers = 4;
+inline constexpr int kMultiprocessors = 132;  // of an H100 or H200
+inline constexpr int kEagerKeys = 256;        // up to here tiles are taken ahead
 
-// The first row that serves the call; -1 if none does.
-constexpr int choose_forward_tile(int head_dim, int rows, bool causal) {
+// The row that serves a call of `heads` (over all batch entries) with up to `rows` query rows each:
+// of those for its head dim the first that takes so many rows, or, where that would leave
+// multiprocessors idle, the one with the smallest tile. -1 if none does.
+constexpr int choose_forward_tile(int head_dim, int rows, long long heads, bool causal) {
+  int chosen = -1, smallest = -1;
   for (int i = 0; i < kForwardTileCount; ++i) {
     const ForwardTile& t = kForwardTiles[i];
-    if (head_dim <= t.head_dim && rows <= (causal ? t.causal_rows : t.full_rows)) return i;
+    if (head_dim > t.head_dim) continue;
+    if (smallest >= 0 && t.head_dim != kForwardTiles[smallest].head_dim) break;
+    if (smallest < 0 || t.block_m < kForwardTiles[smallest].block_m) smallest = i;
+    const int most = causal ? t.causal_rows : t.full_rows;
+    if (chosen < 0 && (rows > t.over_rows || t.over_rows == 0) && rows <= most) chosen = i;
   }
-  return -1;
+  if (chosen < 0) return -1;
+  const long long blocks = (rows - 1LL) / kForwardTiles[chosen].block_m + 1;
+  return blocks * heads < kMultiprocessors ? smallest : chosen;
 }
 
 constexpr ForwardTile forward_tile(int head_dim, int block_m) {

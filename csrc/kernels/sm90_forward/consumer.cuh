@@ -184,8 +184,10 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
     timeline.tile(tiles - 1, ConsumerTile::kPrepare);
     const BlockRange& range = w.consumer[consumer];
     const int begin = ptx::uniform(range.begin), end = ptx::uniform(range.end);
-    const int full_begin = ptx::uniform(range.full_begin);
-    const int full_end = ptx::uniform(range.full_end);
+    // In uniform registers, but where the descriptors of wide products take them all.
+    constexpr bool kBoundsInRegisters = Config::kHeadDim < 256;
+    const int full_begin = kBoundsInRegisters ? ptx::uniform(range.full_begin) : 0;
+    const int full_end = kBoundsInRegisters ? ptx::uniform(range.full_end) : 0;
 #pragma unroll
     for (int i = 0; i < Config::kHeadDim / 2; ++i) f.o[i] = 0.0f;
     f.row_max[0] = f.row_max[1] = -FLT_MAX;

@@ -68,8 +68,11 @@ cudaError_t launch(const ForwardParams& p, cudaStream_t stream) {
   const int64_t kv_bytes =
       int64_t{p.seqlen_k} * (p.head_dim + p.head_dim_v) * sizeof(typename Config::Element);
   a.order = tile_order(m_blocks, p.batch, p.heads_q, p.heads_kv, kv_bytes, is_causal(p));
-  if (a.order.tiles() > INT_MAX / 2) return cudaErrorInvalidConfiguration;  // tile indices are int
-  a.tiles = static_cast<int>(a.order.tiles());
+  int64_t tiles = a.order.tiles();
+  if (p.packed()) tiles = std::min(tiles, (p.total_q / Config::kBlockM + p.batch) * p.heads_q);
+  if (tiles > kMostTiles) return cudaErrorInvalidConfiguration;
+  a.tiles = static_cast<int>(tiles);
+  a.eager = p.seqlen_k <= kEagerKeys;
   a.packed = p.packed();
   if (p.total_q == 0 || p.heads_q == 0) return cudaSuccess;
 
@@ -116,7 +119,8 @@ cudaError_t launch_chosen(const ForwardParams& p, cudaStream_t stream,
   constexpr cudaError_t (*kLaunches[])(const ForwardParams&,
                                        cudaStream_t) = {launch_row<Element, kIndices>...};
   const int head_dim = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
-  const int chosen = choose_forward_tile(head_dim, p.seqlen_q, is_causal(p));
+  const int chosen =
+      choose_forward_tile(head_dim, p.seqlen_q, int64_t{p.batch} * p.heads_q, is_causal(p));
   return chosen < 0 ? cudaErrorInvalidValue : kLaunches[chosen](p, stream);
 }
 

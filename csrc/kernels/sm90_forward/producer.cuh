@@ -10,33 +10,91 @@
 
 namespace attnscope::sm90 {
 
+// Tiles of a packed batch come sequence after sequence, each with its heads and tiles in the order
+// of a call's. This counts those of 32 sequences, after `first` tiles of the ones before. The
+// counts are saturated: cu_seqlens may hold anything.
 template <class Config>
-__device__ __forceinline__ void describe_tile(const ForwardArguments& a, int index, Work& w) {
+__device__ __forceinline__ void count_tiles(const ForwardArguments& a, TileQueue& s, int first) {
+  const int lane = threadIdx.x % 32;
+  int tiles = 0;
+  if (s.batch + lane < a.params.batch) {
+    const Segment q =
+        segment(a.params.cu_seqlens_q, a.params.total_q, a.params.seqlen_q, s.batch + lane);
+    tiles = (q.length + Config::kBlockM - 1) / Config::kBlockM * a.params.heads_q;
+  }
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int below = __shfl_up_sync(0xffffffffu, tiles, distance);
+    if (lane >= distance) tiles = min(tiles + below, kMostTiles);
+  }
+  if (lane == 0) s.through[0] = first;
+  s.through[lane + 1] = min(first + tiles, kMostTiles);
+  __syncwarp();
+}
+
+// Where tile number `index` lies, which never decreases. False past the last. By a warp.
+template <class Config>
+__device__ __forceinline__ bool find_tile(const ForwardArguments& a, TileQueue& s, Work& w) {
+  const int lane = threadIdx.x % 32;
+  int index = s.index;
+  if (index >= a.tiles) return false;
+  TileOrder order = a.order;
+  int sequence = 0;
+  if (a.packed) {
+    while (index >= s.through[32]) {
+      const int first = s.through[32], batch = s.batch + 32;
+      if (batch >= a.params.batch) return false;
+      __syncwarp();
+      if (lane == 0) s.batch = batch;
+      __syncwarp();
+      count_tiles<Config>(a, s, first);
+    }
+    const int here = __ffs(__ballot_sync(0xffffffffu, index < s.through[lane + 1])) - 1;
+    sequence = s.batch + here;
+    index -= s.through[here];
+    order.heads = a.params.heads_q;
+    order.section = min(order.section, order.heads);
+    order.m_blocks = (s.through[here + 1] - s.through[here]) / order.heads;
+  }
+  const Tile tile = tile_at(order, index);
+  if (lane == 0) {
+    const int batch = tile.head / a.params.heads_q;  // 0 in a packed batch
+    w.sequence = sequence + batch;
+    w.head = tile.head - batch * a.params.heads_q;
+    w.first_row = tile.m_block * Config::kBlockM;
+  }
+  return true;
+}
+
+// All else about a tile: a lane for each consumer's blocks, and one for those of the tile. By a
+// warp.
+template <class Config>
+__device__ __forceinline__ void describe_tile(const ForwardArguments& a, Work& w) {
   const ForwardParams& p = a.params;
-  const Tile tile = tile_at(a.order, index);
-  const int batch = tile.head / p.heads_q, head = tile.head - batch * p.heads_q;
-  const int first_row = tile.m_block * Config::kBlockM;
-  const Segment seg_q = segment(p.cu_seqlens_q, p.total_q, p.seqlen_q, batch);
-  w.head = head;
-  w.head_kv = head / (p.heads_q / p.heads_kv);
-  w.batch = seg_q.batch;
-  w.q_row = static_cast<int>(seg_q.row) + first_row;
-  w.first_row = first_row;
-  w.seqlen_q = seg_q.length;
-  const Segment seg_k = segment(p.cu_seqlens_k, p.total_k, p.seqlen_k, batch);
-  w.k_row = static_cast<int>(seg_k.row);
-  w.seqlen_k = seg_k.length;
+  constexpr int kWhole = Config::kConsumers;  // the tile's lane
+  const int lane = threadIdx.x % 32;
+  const bool own = lane < kWhole;
+  const Segment seg_q = segment(p.cu_seqlens_q, p.total_q, p.seqlen_q, w.sequence);
+  const Segment seg_k = segment(p.cu_seqlens_k, p.total_k, p.seqlen_k, w.sequence);
   const Window window{seg_k.length - seg_q.length, p.window_left, p.window_right};
-  w.shift = window.shift;
-  w.first_key = window.first_key(first_row);
-  w.range = block_range(window, first_row, min(first_row + Config::kBlockM, seg_q.length),
-                        seg_k.length, Config::kBlockN);
-#pragma unroll 1
-  for (int i = 0; i < Config::kConsumers; ++i) {
-    const int begin_row = first_row + 64 * i, end_row = min(begin_row + 64, seg_q.length);
-    BlockRange own = block_range(window, begin_row, end_row, seg_k.length, Config::kBlockN);
-    if (begin_row >= end_row || own.begin >= own.end) own.begin = own.end = w.range.begin;
-    w.consumer[i] = own;
+  const int begin_row = w.first_row + (own ? 64 * lane : 0);
+  const int end_row = min(begin_row + (own ? 64 : Config::kBlockM), seg_q.length);
+  BlockRange range = block_range(window, begin_row, end_row, seg_k.length, Config::kBlockN);
+  const int tile_begin = __shfl_sync(0xffffffffu, range.begin, kWhole);
+  if (own) {
+    if (begin_row >= end_row || range.begin >= range.end) range.begin = range.end = tile_begin;
+    w.consumer[lane] = range;
+  }
+  if (lane == kWhole) {
+    w.range = range;
+    w.head_kv = w.head / (p.heads_q / p.heads_kv);
+    w.batch = seg_q.batch;
+    w.q_row = static_cast<int>(seg_q.row) + begin_row;
+    w.k_row = static_cast<int>(seg_k.row);
+    w.seqlen_q = seg_q.length;
+    w.seqlen_k = seg_k.length;
+    w.shift = window.shift;
+    w.first_key = window.first_key(begin_row);
   }
 }
 
@@ -69,39 +127,48 @@ __device__ __forceinline__ void note_tile(const Timeline& timeline, int tile, co
 
 // Takes tiles and works out what they are. A tile is taken only when the producer is near the end
 // of the one before: the tiles left go to whoever is free, and the long ones, which come first,
-// even out. A tile without keys is dealt with here. By a warp.
+// even out. Where all are short, they are taken as soon as there is room for them: what matters
+// then is the time that taking one takes. A tile without keys is dealt with here. By a warp.
 template <class Config>
 __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShared<Config>& s) {
   using ptx::shared_address;
   const bool elected = threadIdx.x % 32 == 0;
-  const auto next_index = [&] {
-    int taken = 0;
-    if (elected) taken = ptx::atomic_add(&a.counter->taken, 1);
-    return static_cast<int>(gridDim.x) + __shfl_sync(0xffffffffu, taken, 0);
+  // In shared memory, since registers are short.
+  const auto take_index = [&] {
+    if (elected) s.queue.index = gridDim.x + ptx::atomic_add(&a.counter->taken, 1);
+    __syncwarp();
   };
-  int index = blockIdx.x;
+  if (elected) {
+    s.queue.index = blockIdx.x;
+    s.queue.batch = 0;
+  }
+  __syncwarp();
+  if (a.packed) count_tiles<Config>(a, s.queue, 0);
   const Timeline timeline(Lane::kScheduler, elected);
   for (int tiles = 0;; ++tiles) {
     const Slot<ForwardShared<Config>::kTiles> slot(tiles);
     timeline.tile(tiles, SchedulerTile::kAwaitRequest);
     if (tiles > 0) {
-      ptx::mbarrier_wait(shared_address(&s.tile_wanted), tiles - 1 & 1);
+      if (!a.eager) ptx::mbarrier_wait(shared_address(&s.tile_wanted), tiles - 1 & 1);
       timeline.tile(tiles, SchedulerTile::kTake);
-      index = next_index();
+      take_index();
     }
     timeline.tile(tiles, SchedulerTile::kAwaitSlot);
     ptx::mbarrier_wait(shared_address(&s.tile_empty[slot.stage]), slot.parity ^ 1);
     timeline.tile(tiles, SchedulerTile::kHand);
     Work& w = s.tile[slot.stage];
-    for (; index < a.tiles; index = next_index()) {
-      if (elected) describe_tile<Config>(a, index, w);
+    bool stop;
+    while (true) {
+      stop = !find_tile<Config>(a, s.queue, w);
+      if (stop) break;
       __syncwarp();
-      const bool rows = w.first_row < w.seqlen_q, keys = w.range.begin < w.range.end;
-      if (rows && keys) break;
-      if (rows) store_empty<Config>(a.params, w);
+      describe_tile<Config>(a, w);
       __syncwarp();
+      if (w.range.begin < w.range.end) break;
+      store_empty<Config>(a.params, w);
+      __syncwarp();
+      take_index();
     }
-    const bool stop = index >= a.tiles;
     if (stop) {
       timeline.finish(tiles, 0);
     } else {

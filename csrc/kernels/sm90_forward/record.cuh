@@ -11,9 +11,10 @@
 
 // The tile that serves a call: head_dim, block_m, block_n, q_stages, stages, consumers,
 // keep_scores. False where none does.
-ATTNSCOPE_EXPORT bool attnscope_timeline_tile(int head_dim, int rows, bool causal, int* tile) {
+ATTNSCOPE_EXPORT bool attnscope_timeline_tile(int head_dim, int rows, int64_t heads, bool causal,
+                                              int* tile) {
   using namespace attnscope::sm90;
-  const int chosen = choose_forward_tile(head_dim, rows, causal);
+  const int chosen = choose_forward_tile(head_dim, rows, heads, causal);
   if (chosen < 0) return false;
   const ForwardTile& t = kForwardTiles[chosen];
   const int values[] = {t.head_dim, t.block_m,     t.block_n,    t.q_stages,

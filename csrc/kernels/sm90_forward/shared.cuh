@@ -39,9 +39,10 @@ struct ForwardConfig {
 };
 
 // One tile of query rows, worked out once for all roles.
-struct Work {
-  bool stop;  // no tile: the block is done
-  int head;   // of q; 0 <= head < heads_q
+struct alignas(128) Work {
+  bool stop;     // no tile: the block is done
+  int sequence;  // of the batch
+  int head;      // of q; 0 <= head < heads_q
   int head_kv;
   int batch;      // of the tensors; 0 when packed
   int q_row;      // of the tensors, where the tile begins
@@ -52,6 +53,15 @@ struct Work {
   int first_key;                       // before it no row of the tile sees any
   BlockRange range;                    // what the tile visits
   BlockRange consumer[kMaxConsumers];  // what each consumer's rows do: a part of it
+};
+
+inline constexpr int kMostTiles = INT_MAX / 2;  // of a call, so that sums of two fit
+
+// The scheduler's place among the tiles.
+struct TileQueue {
+  int index;        // of the tile
+  int batch;        // packed: of the first of the 32 sequences that are looked at
+  int through[33];  // packed: tiles before each of them, and through the last
 };
 
 // Barriers are named by the event that completes them.
@@ -69,6 +79,7 @@ struct ForwardShared {
   uint64_t v_full[kStages], v_empty[kStages];
   uint64_t tile_full[kTiles], tile_empty[kTiles], tile_wanted;
   Work tile[kTiles];
+  TileQueue queue;
 };
 
 // [batch, head, row, dim] in boxes of [rows, 64]. A dimension without a stride (an expanded tensor)
@@ -85,7 +96,8 @@ struct ForwardArguments {
   ForwardParams params;
   TileOrder order;
   ScoreScales scores;
-  int tiles;
+  int tiles;   // dense: how many; packed: at most so many
+  bool eager;  // tiles are taken ahead
   bool packed;
   TileCounter* counter;
 };

@@ -104,7 +104,7 @@ class Instrumented:
         self._library = ctypes.CDLL(str(path))
         pointer, integer, flag = ctypes.c_void_p, ctypes.c_int, ctypes.c_bool
         self._tile = self._library.attnscope_timeline_tile
-        self._tile.argtypes = [integer, integer, flag, ctypes.POINTER(integer)]
+        self._tile.argtypes = [integer, integer, ctypes.c_int64, flag, ctypes.POINTER(integer)]
         self._tile.restype = flag
         self._buffer = self._library.attnscope_timeline_buffer
         self._buffer.argtypes = [pointer, integer, integer, integer]
@@ -115,10 +115,13 @@ class Instrumented:
         )
         self._forward.restype = ctypes.c_char_p
 
-    def tile(self, head_dim: int, rows: int, causal: bool) -> dict[str, int]:
-        """The tile that serves a call, by `TILE_FIELDS`. Raises ValueError where none does."""
+    def tile(self, head_dim: int, rows: int, heads: int, causal: bool) -> dict[str, int]:
+        """The tile that serves a call, by `TILE_FIELDS`; heads are those of all batch entries.
+
+        Raises ValueError where none does.
+        """
         values = (ctypes.c_int * len(TILE_FIELDS))()
-        if not self._tile(head_dim, rows, causal, values):
+        if not self._tile(head_dim, rows, heads, causal, values):
             raise ValueError(f"head_dim: {head_dim} is served by no tile of the Hopper kernel")
         return dict(zip(TILE_FIELDS, values, strict=True))
 

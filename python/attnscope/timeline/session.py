@@ -32,7 +32,7 @@ def record(work: Workload, device: torch.device, seed: int = 0) -> Recording:
     library, usage, seconds = build(source_tree())
     with torch.cuda.device(device):
         kernel = Instrumented(library)
-        tile = kernel.tile(work.head_dim, work.seqlen_q, work.causal)
+        tile = kernel.tile(work.head_dim, work.seqlen_q, work.batch * work.heads_q, work.causal)
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         lanes = layout.CONSUMER + tile["consumers"]
         tiles = work.batch * work.heads_q * -(-work.seqlen_q // tile["block_m"])
