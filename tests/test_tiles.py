@@ -27,11 +27,13 @@ constexpr bool every_tile_fits() {
 }
 static_assert(every_tile_fits(), "a tile does not fit a multiprocessor");
 static_assert(tile(8, 1, false).head_dim == 64 && tile(64, 1 << 30, true).head_dim == 64);
-static_assert(tile(72, 1, false).head_dim == 128 && tile(128, 1 << 30, true).head_dim == 128);
-static_assert(tile(136, 1, false).head_dim == 256 && tile(256, 1 << 30, true).head_dim == 256);
+static_assert(tile(72, 1, false).head_dim == 96 && tile(96, 1 << 30, true).head_dim == 96);
+static_assert(tile(104, 1, false).head_dim == 128 && tile(128, 1 << 30, true).head_dim == 128);
+static_assert(tile(136, 1, false).head_dim == 192 && tile(192, 1 << 30, true).head_dim == 192);
+static_assert(tile(200, 1, false).head_dim == 256 && tile(256, 1 << 30, true).head_dim == 256);
 static_assert(choose_forward_tile(264, 1, 1000, false) == -1, "no tile is that wide");
 static_assert(tile(64, 512, true).block_m == 256 && tile(64, 1 << 14, true).block_m == 192);
-static_assert(tile(128, 2048, true).block_m == 192 && tile(128, 2048, false).block_m == 128);
+static_assert(tile(128, 2048, true).block_m == 192 && tile(128, 2048, false).block_m == 192);
 static_assert(tile(64, 128, false).block_m == 128, "larger tiles leave half of theirs empty");
 static_assert(tile(128, 256, true).block_m == 128, "two of 192 leave a third empty");
 static_assert(tile(128, 257, true).block_m == 192);

@@ -21,7 +21,7 @@ from attnscope.timeline import layout, library
 from attnscope.timeline.analysis import analyse, costs, overlap, step_floors
 from attnscope.timeline.command import block_numbers
 from attnscope.timeline.drawing import draw_block, windows
-from attnscope.timeline.layout import CONSUMER, PRODUCER, SCHEDULER
+from attnscope.timeline.layout import CONSUMER, PRODUCER, QUERIES, SCHEDULER
 from attnscope.timeline.recording import Recording, Track
 from attnscope.timeline.trace import in_flight, write_trace
 
@@ -40,6 +40,7 @@ def labels(track: Track) -> list[str]:
         ("SchedulerTile", layout.SCHEDULER_TILE),
         ("ProducerTile", layout.PRODUCER_TILE),
         ("ProducerStep", layout.PRODUCER_STEP),
+        ("QueriesTile", layout.QUERIES_TILE),
         ("ConsumerTile", layout.CONSUMER_TILE),
         ("ConsumerStep", layout.CONSUMER_STEP),
     ],
@@ -57,9 +58,9 @@ def test_states_are_those_of_the_kernel(struct, states):
 
 
 def test_lanes_are_those_of_the_kernel():
-    (body,) = re.findall(r"struct Lane {\n  enum : int {(.*?)}", MARKS)
-    assert body.split() == ["kScheduler,", "kProducer,", "kConsumer"]
-    assert (SCHEDULER, PRODUCER, CONSUMER) == (0, 1, 2)
+    (body,) = re.findall(r"struct Lane {\n  enum : int {(.*?)}", MARKS, re.DOTALL)
+    assert body.split() == ["kScheduler,", "kProducer,", "kQueries,", "kConsumer"]
+    assert (SCHEDULER, PRODUCER, QUERIES, CONSUMER) == (0, 1, 2, 3)
 
 
 FIRST_BLOCK = [f"tile.{mark}" for mark in marks.FIRST_BLOCK]
@@ -110,7 +111,8 @@ def test_blocks_that_only_others_see_have_no_marks_of_their_own():
 
 def test_own_blocks_are_those_that_a_row_of_the_consumer_sees():
     made = marks.recording([[3]], consumers=4, block_n=64)
-    made.tiles[0, SCHEDULER, 0, layout.NOTES + 2] = row = 8448 - 100  # two consumers with rows
+    row = 8448 - 100  # two consumers with rows
+    made.tiles[0, SCHEDULER, 0, [layout.NOTES + 2, layout.NOTES + 7]] = row, 8448
     assert made.own_blocks(0).tolist() == [[(row + 64 - 256 + 63) // 64, 8192 // 64, 0, 0]]
     made.facts["workload"] = made.facts["workload"] | {"causal": False}
     assert made.own_blocks(0).tolist() == [[128, 128, 0, 0]]
@@ -118,18 +120,24 @@ def test_own_blocks_are_those_that_a_row_of_the_consumer_sees():
 
 def test_a_block_that_came_too_late_for_a_tile_waited():
     made = marks.recording([[2], []])
-    scheduler, producer, *consumers = made.tracks(1)
+    scheduler, *others = made.tracks(1)
     assert labels(scheduler) == ["tile.AwaitRequest", "tile.AwaitSlot", "tile.Hand"]
-    assert [labels(track) for track in (producer, *consumers)] == [["tile.AwaitTile"]] * 3
+    assert [labels(track) for track in others] == [["tile.AwaitTile"]] * 4
     assert analyse(made)["blocks"] == 2
 
 
 def test_the_producer_loads_k_one_block_ahead():
     track = marks.recording([[2, 1]]).track(0, PRODUCER)
     k, v = ["step.AwaitKSlot", "step.IssueK"], ["step.AwaitVSlot", "step.IssueV"]
-    q, wait = ["tile.AwaitQSlot", "tile.IssueQ"], ["tile.AwaitTile"]
-    assert labels(track) == [*wait, *k, *q, *k, *v, *v, *wait, *k, *q, *v, *wait]
-    assert track.step.tolist() == [-1, 0, 0, -1, -1, 1, 1, 0, 0, 1, 1, -1, 0, 0, -1, -1, 0, 0, -1]
+    wait = ["tile.AwaitTile"]
+    assert labels(track) == [*wait, *k, *k, *v, *v, *wait, *k, *v, *wait]
+    assert track.step.tolist() == [-1, 0, 0, 1, 1, 0, 0, 1, 1, -1, 0, 0, 0, 0, -1]
+
+
+def test_queries_are_loaded_once_a_tile():
+    track = marks.recording([[2, 1]]).track(0, QUERIES)
+    each = ["tile.AwaitTile", "tile.AwaitSlot", "tile.Issue"]
+    assert labels(track) == [*each, *each, "tile.AwaitTile"]
 
 
 def test_the_scheduler_notes_what_tiles_are():
@@ -139,7 +147,7 @@ def test_the_scheduler_notes_what_tiles_are():
         *(f"tile.{name}" for name in ("AwaitRequest", "Take", "AwaitSlot", "Hand")),
         *(f"tile.{name}" for name in ("AwaitRequest", "Take", "AwaitSlot", "Hand")),
     ]
-    assert made.notes(0).tolist() == [[0, 0, 384, 0, 2, 0, 99], [1, 0, 256, 0, 1, 0, 99]]
+    assert made.notes(0).tolist() == [[0, 0, 384, 0, 2, 0, 99, 512], [1, 0, 256, 0, 1, 0, 99, 384]]
     assert made.key_blocks(0).tolist() == [2, 1]
 
 
@@ -157,7 +165,7 @@ def test_what_does_not_fit_is_counted_and_the_rest_is_whole(tile_rows, step_rows
     made = marks.recording(blocks, tile_rows=tile_rows, step_rows=step_rows)
     whole, full = marks.recording(blocks).track(0, CONSUMER), made.track(0, CONSUMER)
     fit = min(tile_rows, step_rows // 5)
-    lanes = 4 if tile_rows == 3 else 3  # the scheduler has no steps
+    lanes = 5 if tile_rows == 3 else 3  # two have no steps
     assert made.lost_tiles == lanes * (4 - fit)
     assert analyse(made)["lost_tiles"] == made.lost_tiles
     count = int((whole.tile < fit).sum())
@@ -180,7 +188,7 @@ def test_marks_that_run_backwards_are_refused():
     [
         (SCHEDULER, "tiles", 1, 1, "scheduler of block 0 lost its mark Take in tile 1"),
         (SCHEDULER, "tiles", 2, 3, "scheduler of block 0 lost its mark Hand in tile 2"),
-        (PRODUCER, "tiles", 1, 2, "producer of block 0 lost its mark IssueQ in tile 1"),
+        (QUERIES, "tiles", 1, 2, "queries of block 0 lost its mark Issue in tile 1"),
         (PRODUCER, "steps", 0, 3, "producer of block 0 lost its mark IssueV in tile 0"),
         (CONSUMER, "tiles", 2, 0, "consumer 0 of block 0 lost its mark AwaitTile in tile 2"),
         (CONSUMER, "tiles", 1, 6, "consumer 0 of block 0 lost its mark AwaitScores in tile 1"),
@@ -273,7 +281,7 @@ def test_floors_are_the_throughputs_of_the_sm():
 def test_the_analysis_is_json_and_its_shares_are_of_the_whole():
     summary = analyse(marks.recording([[5, 5], [3], [5]], consumers=3))
     json.dumps(summary, allow_nan=False)
-    for role in ("scheduler", "producer", "consumer"):
+    for role in ("scheduler", "producer", "queries", "consumer"):
         assert sum(r["share"] for r in summary["roles"] if r["role"] == role) == pytest.approx(1)
     shares = summary["overlap"]
     parts = shares["tensor"] + shares["softmax_alone"] + shares["neither"]
@@ -300,10 +308,10 @@ def test_a_trace_has_a_thread_for_each_role_and_spans_that_nest(tmp_path):
     assert names == {0: "block 0, SM 100", 1: "block 1, SM 101"}
     threads = [e["args"]["name"] for e in events if e["name"] == "thread_name" and not e["pid"]]
     consumers = [f"consumer {i}{part}" for i in (0, 1) for part in ("", ": S", ": P V")]
-    assert threads == ["scheduler", "producer", *consumers]
+    assert threads == ["scheduler", "producer", "queries", *consumers]
     spans = [e for e in events if e["ph"] == "X"]
     count = Counter(e["name"] for e in spans if e["pid"] == 0)
-    assert count["softmax"] == 2 * (4 + 1) and count["load K"] == 7 and count["tile 1"] == 4
+    assert count["softmax"] == 2 * (4 + 1) and count["load K"] == 7 and count["tile 1"] == 5
     softmax = next(e for e in spans if e["name"] == "softmax")
     assert softmax["dur"] == 0.25 and softmax["cat"] == "softmax"
     for pid, tid in {(e["pid"], e["tid"]) for e in spans}:
@@ -347,7 +355,7 @@ def test_a_picture_of_any_block_can_be_drawn(blocks, block_n):
     made = marks.recording([blocks], consumers=3, block_n=block_n)
     figure = draw_block(made, analyse(made), 0)
     texts = [tick.get_text() for tick in figure.axes[0].get_yticklabels()]
-    assert texts == ["scheduler", "producer", "consumer 0", "consumer 1", "consumer 2"]
+    assert texts == ["scheduler", "producer", "queries", *(f"consumer {i}" for i in range(3))]
     figure.draw_without_rendering()
 
 

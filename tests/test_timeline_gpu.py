@@ -42,9 +42,19 @@ def recorded(request) -> tuple[Workload, Recording]:
     return work, session.record(work, torch.device("cuda"))
 
 
-def visible_blocks(work: Workload, first_row: int, rows: int, block_n: int) -> int:
+def rows_of_tiles(seqlen: int, block_m: int) -> list[tuple[int, int]]:
+    """First row of each tile and one past its last: where tiles are too large by some consumers'
+    64 rows, so many tiles, the first ones, have 64 rows less."""
+    consumers, units = block_m // 64, -(-seqlen // 64)
+    tiles = -(-units // consumers)
+    less = tiles * consumers - units
+    begins = [64 * (tile * consumers - min(tile, less)) for tile in range(tiles)]
+    return list(zip(begins, [*begins[1:], seqlen], strict=True))
+
+
+def visible_blocks(work: Workload, first_row: int, end_row: int, block_n: int) -> int:
     """Key blocks that some of these query rows see, without a window."""
-    last_row = min(first_row + rows, work.seqlen_q) - 1
+    last_row = min(end_row, work.seqlen_q) - 1
     keys = work.seqlen_k
     if work.causal:
         keys = min(max(last_row + work.seqlen_k - work.seqlen_q + 1, 0), keys)
@@ -67,17 +77,25 @@ def test_the_shapes_are_of_all_tiles(built):
 
 def test_every_tile_with_keys_is_recorded_once_with_its_key_blocks(recorded):
     work, made = recorded
-    rows, block_n = (made.facts["tile"][name] for name in ("block_m", "block_n"))
+    block_m, block_n = (made.facts["tile"][name] for name in ("block_m", "block_n"))
     seen = []
     for at in range(len(made.blocks)):
-        for (head, batch, row, *_), blocks in zip(
+        for (head, batch, row, *_, end_row), blocks in zip(
             made.notes(at).tolist(), made.key_blocks(at), strict=True
         ):
-            seen.append((batch, head, row))
-            assert blocks == visible_blocks(work, row, rows, block_n)
-    first_rows = range(0, work.seqlen_q, rows)
-    with_keys = [row for row in first_rows if visible_blocks(work, row, rows, block_n)]
-    wanted = [(b, h, r) for b in range(work.batch) for h in range(work.heads_q) for r in with_keys]
+            seen.append((batch, head, row, end_row))
+            assert blocks == visible_blocks(work, row, end_row, block_n)
+    rows_with_keys = [
+        tile
+        for tile in rows_of_tiles(work.seqlen_q, block_m)
+        if visible_blocks(work, *tile, block_n)
+    ]
+    wanted = [
+        (b, h, *tile)
+        for b in range(work.batch)
+        for h in range(work.heads_q)
+        for tile in rows_with_keys
+    ]
     assert sorted(seen) == wanted
     assert made.lost_tiles == 0
 
@@ -88,15 +106,15 @@ def test_every_role_marks_every_tile_and_step_in_order(recorded):
     block_n = made.facts["tile"]["block_n"]
     for at in range(len(made.blocks)):
         assert len(set(made.tile_counts[at])) == 1
-        _, producer, *consumers = made.tracks(at)
+        _, producer, _, *consumers = made.tracks(at)
         tiles = len(made.key_blocks(at))
         loads = np.bincount(producer.tile[producer.of("step.IssueK")], minlength=tiles)
         assert (loads == made.key_blocks(at)).all()
         for number, track in enumerate(consumers):
             issues = track.tile[track.of("tile.IssueScores", "step.IssueScores")]
             own = [
-                visible_blocks(work, row + 64 * number, 64, block_n)
-                for _, _, row, *_ in made.notes(at).tolist()
+                visible_blocks(work, row + 64 * number, min(row + 64 * (number + 1), end), block_n)
+                for _, _, row, *_, end in made.notes(at).tolist()
             ]
             assert np.bincount(issues, minlength=tiles).tolist() == own
 
@@ -105,7 +123,7 @@ def test_the_marks_change_no_result_and_measures_are_possible(recorded):
     _, made = recorded
     disturbance = made.facts["disturbance"]
     assert disturbance["same_output"]
-    assert 0.9 < disturbance["slowdown"] < 2
+    assert 0.5 < disturbance["slowdown"] < 2  # a kernel of a few microseconds varies by as much
     summary = analyse(made)
     if len(made.blocks) > 8:  # of a few short blocks the device timer knows too little
         assert 0.5e3 < summary["clock_mhz"] < 2.5e3
@@ -130,7 +148,7 @@ def test_the_instrumented_kernel_matches_the_reference(built):
     q, k, v, *_ = work.inputs("cuda", 0)
     kernel = library.Instrumented(built[0])
     words = torch.zeros(1 << 22, dtype=torch.int32, device="cuda")
-    kernel.attach(words, 5, 16, 64)
+    kernel.attach(words, CONSUMER + 3, 16, 64)
     assert_matches(*kernel.forward(q, k, v, True), q, k, v, causal=True)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from attnscope.timeline import layout
-from attnscope.timeline.layout import CONSUMER, PRODUCER, SCHEDULER, WORDS
+from attnscope.timeline.layout import CONSUMER, PRODUCER, QUERIES, SCHEDULER, WORDS
 from attnscope.timeline.recording import Recording, rows_of_block
 
 TILE = {
@@ -45,7 +45,7 @@ class Buffer:
     def __init__(self, rows: np.ndarray, tile_rows: int, step_rows: int, lag: int) -> None:
         self.rows, self.tile_rows, self.step_rows = rows, tile_rows, step_rows
         self.lane_rows = tile_rows + step_rows + 3
-        self.cycles = dict.fromkeys(range(6), lag)
+        self.cycles = dict.fromkeys(range(CONSUMER + 4), lag)
 
     def clocks(self, row: int, cycles: int) -> None:
         clock, timer = ORIGIN + cycles, TIMER + int(cycles * NS_PER_CYCLE)
@@ -104,15 +104,20 @@ def produce(b: Buffer, blocks: list[int]) -> None:
             if step < count:
                 b.put(PRODUCER, "step", done + step, "AwaitKSlot")
                 b.put(PRODUCER, "step", done + step, "IssueK")
-            if step == 0:
-                b.put(PRODUCER, "tile", tile, "AwaitQSlot")
-                b.put(PRODUCER, "tile", tile, "IssueQ")
-            else:
+            if step > 0:
                 b.put(PRODUCER, "step", done + step - 1, "AwaitVSlot")
                 b.put(PRODUCER, "step", done + step - 1, "IssueV")
         done += count
     b.put(PRODUCER, "tile", len(blocks), "AwaitTile")
     b.finish(PRODUCER, len(blocks), done)
+
+
+def load_queries(b: Buffer, blocks: list[int]) -> None:
+    for tile in range(len(blocks)):
+        for state in layout.QUERIES_TILE:
+            b.put(QUERIES, "tile", tile, state.mark)
+    b.put(QUERIES, "tile", len(blocks), "AwaitTile")
+    b.finish(QUERIES, len(blocks), 0)
 
 
 def schedule(b: Buffer, blocks: list[int], tile_size: dict[str, int]) -> None:
@@ -123,7 +128,7 @@ def schedule(b: Buffer, blocks: list[int], tile_size: dict[str, int]) -> None:
     for tile, count in enumerate(blocks):
         last = UNSEEING + tile_size["block_n"] * count  # one past the tile's last row
         row = b.row(SCHEDULER, "tile", tile)
-        notes = tile, 0, last - tile_size["block_m"], 0, count, 0, 99
+        notes = tile, 0, last - tile_size["block_m"], 0, count, 0, 99, last
         b.rows[row, layout.NOTES : layout.NOTES + len(notes)] = notes
     b.finish(SCHEDULER, len(blocks), 0)
 
@@ -147,6 +152,7 @@ def words(
         b.rows[0, [layout.SM, layout.BEGAN]] = 100 + number, 1
         schedule(b, tiles, tile)
         produce(b, tiles)
+        load_queries(b, tiles)
         for consumer in range(consumers):
             b.cycles[CONSUMER + consumer] += 150 * consumer
             unseen = 64 * (consumers - 1 - consumer) // tile["block_n"]

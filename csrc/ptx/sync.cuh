@@ -20,6 +20,14 @@ __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// The thread's number in its warp, read anew at each call: what is computed from it is not kept in
+// registers from one use to the next.
+__device__ __forceinline__ int lane() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 // A value that all lanes of the warp hold alike, brought into a uniform register: what is computed
 // from it (loop bounds, descriptors) stays on the uniform datapath. PTX ISA 9.7.13.9, sm_80.
 __device__ __forceinline__ int uniform(int value) {

@@ -26,4 +26,24 @@ __device__ __forceinline__ void tma_load_4d(uint32_t shared, const void* map, ui
       : "memory");
 }
 
+// A box of shared memory to the coordinates, clipped to the tensor. The thread that copies waits:
+// for its groups, all but the last kPending, to have been read.
+__device__ __forceinline__ void tma_store_4d(const void* map, uint32_t shared, int x, int y, int z,
+                                             int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+          map),
+      "r"(shared), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_store_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+template <int kPending>
+__device__ __forceinline__ void tma_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
 }  // namespace attnscope::ptx

@@ -12,6 +12,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/sync.cuh"
+#include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace attnscope::sm90 {
@@ -19,8 +20,7 @@ namespace attnscope::sm90 {
 template <class Config>
 __device__ __forceinline__ void issue_scores(Fragments<Config>& f, ptx::WgmmaDescriptor q,
                                              ptx::WgmmaDescriptor k) {
-  constexpr int kQBlock = Config::kBlockM * Config::kRowBytes,
-                kKBlock = Config::kBlockN * Config::kRowBytes;
+  constexpr int kQBlock = 64 * Config::kRowBytes, kKBlock = Config::kBlockN * Config::kRowBytes;
   ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < Config::kHeadDim / 16; ++step) {
@@ -40,10 +40,9 @@ __device__ __forceinline__ uint32_t lane_address(uint32_t tile, int tile_rows, i
 // The scores of this warp's 16 rows once more, warp by warp: only some warps of a warpgroup may
 // need them, and wgmma takes all four.
 template <class Config>
-__device__ __forceinline__ void recompute_scores(Fragments<Config>& f, uint32_t q, int first_row,
-                                                 uint32_t k) {
+__device__ __forceinline__ void recompute_scores(Fragments<Config>& f, uint32_t q, uint32_t k) {
   const int lane = threadIdx.x % 32;
-  const int row = first_row + threadIdx.x % 128 / 32 * 16 + lane % 16;
+  const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;
 #pragma unroll
   for (int n = 0; n < Config::kBlockN / 16; ++n) {
     float* s = &f.s[8 * n];
@@ -52,7 +51,7 @@ __device__ __forceinline__ void recompute_scores(Fragments<Config>& f, uint32_t 
 #pragma unroll 1
     for (int step = 0; step < Config::kHeadDim / 16; ++step) {
       uint32_t a[4], b[4];
-      ptx::ldmatrix_x4(a, lane_address<Config>(q, Config::kBlockM, row, 2 * step + lane / 16));
+      ptx::ldmatrix_x4(a, lane_address<Config>(q, 64, row, 2 * step + lane / 16));
       ptx::ldmatrix_x4(b,
                        lane_address<Config>(k, Config::kBlockN, n * 16 + lane % 8 + lane / 16 * 8,
                                             2 * step + lane / 8 % 2));
@@ -83,24 +82,28 @@ __device__ __forceinline__ void clear_rows(typename Config::Element* v, int vali
   for (int i = threadIdx.x % 128; i < Config::kBlockN * 8; i += 128) {
     if (i / 8 >= valid_begin && i / 8 < valid_end) continue;
 #pragma unroll
-    for (int block = 0; block < Config::kHeadDim / 64; ++block) {
+    for (int block = 0; block < Config::kColumns / 64; ++block) {
       reinterpret_cast<uint4*>(v)[block * Config::kBlockN * 8 + i] = uint4{};
     }
   }
   ptx::fence_proxy_async();
 }
 
-// A warp's 16 rows to global memory, 64 columns at a time: through shared memory, so that eight
+// A warp's 16 rows to global memory, 64 columns at a time through shared memory: by the copy
+// engine, which clips them to the tensor; or, where the rows end amid a packed batch, so that eight
 // lanes write the 128 contiguous bytes of a row.
 template <class Config>
-__device__ __forceinline__ void store_output(const Fragments<Config>& f, const ForwardParams& p,
-                                             const Work& w, int consumer,
-                                             typename Config::Element (&staging)[16 * 64]) {
+__device__ __forceinline__ void store_output(
+    const Fragments<Config>& f, const ForwardArguments& a, const Work& w, int consumer,
+    typename Config::Element (&staging)[Config::kOutStages][16 * 64]) {
   using Element = typename Config::Element;
+  constexpr int kStages = Config::kOutStages;
+  const ForwardParams& p = a.params;
   const int lane = threadIdx.x % 32;
   const int first_row = consumer * 64 + threadIdx.x % 128 / 32 * 16;  // in the tile
-  const int rows = w.seqlen_q - w.first_row - first_row;
-  const int64_t q_row = w.q_row + first_row;
+  const int rows = w.end_row - w.first_row - first_row;
+  const int q_row = w.q_row + first_row;
+  if (lane == 0) ptx::tma_store_wait_read<0>();
 
   float inverse[2];
 #pragma unroll
@@ -113,7 +116,7 @@ __device__ __forceinline__ void store_output(const Fragments<Config>& f, const F
     const int row = lane / 4 + half * 8;
     if (lane % 4 == 0 && row < rows) {
       float* lse = p.lse + int64_t{w.batch} * p.lse_batch_stride + w.head * p.lse_head_stride;
-      lse[q_row + row] =
+      lse[int64_t{q_row} + row] =
           empty ? -INFINITY : (f.row_max[half] + ptx::log2_approx(sum)) * 0.6931471805599453f;
     }
   }
@@ -122,29 +125,41 @@ __device__ __forceinline__ void store_output(const Fragments<Config>& f, const F
   // 16 bytes lane / 16 of a pair; reading, of row lane / 8 and chunk lane % 8.
   const uint32_t shared = ptx::shared_address(staging);
   const uint32_t write = shared + lane % 16 * 128 + ((lane / 16 ^ lane % 8) * 16);
-  const uint32_t read = shared + lane / 8 * 128 + ((lane % 8 ^ lane / 8) * 16);
-  Element* out = static_cast<Element*>(p.out) + int64_t{w.batch} * p.out_stride.batch +
-                 (q_row + lane / 8) * p.out_stride.row + w.head * p.out_stride.head + lane % 8 * 8;
+  const bool copied = rows >= 16 || (rows > 0 && !a.packed);
 #pragma unroll
   for (int column = 0; column < Config::kHeadDim; column += 64) {
-    if (column > 0) __syncwarp();  // the last 64 columns have been read
+    const int stage = column / 64 % kStages * 2048;
+    if (column >= 64 * kStages) {
+      if (lane == 0) ptx::tma_store_wait_read<kStages - 1>();
+      __syncwarp();
+    }
 #pragma unroll
-    for (int chunk = 0; chunk < 8; chunk += 2) {
+    for (int chunk = 0; chunk < 8 && column + chunk * 8 < Config::kHeadDim; chunk += 2) {
       const float* o = &f.o[column / 2 + 4 * chunk];
-      ptx::stmatrix_x4(write ^ chunk * 16,
+      ptx::stmatrix_x4((write ^ chunk * 16) + stage,
                        {ptx::pack<Element>(o[0] * inverse[0], o[1] * inverse[0]),
                         ptx::pack<Element>(o[2] * inverse[1], o[3] * inverse[1]),
                         ptx::pack<Element>(o[4] * inverse[0], o[5] * inverse[0]),
                         ptx::pack<Element>(o[6] * inverse[1], o[7] * inverse[1])});
     }
+    ptx::fence_proxy_async();
     __syncwarp();
-    uint4 value[4];
+    if (copied) {
+      if (lane == 0) {
+        ptx::tma_store_4d(&a.out.map, shared + stage, column, q_row, w.head * a.out.head_step,
+                          w.batch * a.out.batch_step);
+        ptx::tma_store_commit();
+      }
+    } else {
+      Element* out = static_cast<Element*>(p.out) + (q_row + lane / 8) * p.out_stride.row +
+                     w.head * p.out_stride.head + lane % 8 * 8;
+      const uint32_t read = shared + stage + lane / 8 * 128 + ((lane % 8 ^ lane / 8) * 16);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) value[i] = ptx::load_shared_v4((read ^ i % 2 * 64) + i * 512);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (lane / 8 + i * 4 < rows && column + lane % 8 * 8 < p.head_dim_v)
-        *reinterpret_cast<uint4*>(out + i * 4 * p.out_stride.row + column) = value[i];
+      for (int i = 0; i < 4; ++i) {
+        const uint4 value = ptx::load_shared_v4((read ^ i % 2 * 64) + i * 512);
+        if (lane / 8 + i * 4 < rows && column + lane % 8 * 8 < p.head_dim_v)
+          *reinterpret_cast<uint4*>(out + i * 4 * p.out_stride.row + column) = value;
+      }
     }
   }
 }
@@ -184,10 +199,8 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
     timeline.tile(tiles - 1, ConsumerTile::kPrepare);
     const BlockRange& range = w.consumer[consumer];
     const int begin = ptx::uniform(range.begin), end = ptx::uniform(range.end);
-    // In uniform registers, but where the descriptors of wide products take them all.
-    constexpr bool kBoundsInRegisters = Config::kHeadDim < 256;
-    const int full_begin = kBoundsInRegisters ? ptx::uniform(range.full_begin) : 0;
-    const int full_end = kBoundsInRegisters ? ptx::uniform(range.full_end) : 0;
+    const int full_begin = ptx::uniform(range.full_begin);
+    const int full_end = ptx::uniform(range.full_end);
 #pragma unroll
     for (int i = 0; i < Config::kHeadDim / 2; ++i) f.o[i] = 0.0f;
     f.row_max[0] = f.row_max[1] = -FLT_MAX;
@@ -220,7 +233,7 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
       }
     };
     timeline.tile(tiles - 1, ConsumerTile::kAwaitQ);
-    ptx::mbarrier_wait(shared_address(&s.q_full[q_slot.stage]), q_slot.parity);
+    ptx::mbarrier_wait(shared_address(&s.q_full[q_slot.stage][consumer]), q_slot.parity);
     timeline.tile(tiles - 1, ConsumerTile::kSkipFirst);
     skip(ptx::uniform(w.range.end) - 1, end);
     if (begin < end) {
@@ -248,8 +261,8 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
       int block = end - 1;
       const Slot<kStages> first(blocks);
       const ptx::WgmmaDescriptor q(
-          ptx::uniform(shared_address(s.q) + q_slot.stage * Config::kQBytes +
-                       consumer * 64 * Config::kRowBytes),
+          ptx::uniform(shared_address(s.q) +
+                       (q_slot.stage * Config::kConsumers + consumer) * Config::kQBytes),
           16);
       timeline.tile(tiles - 1, ConsumerTile::kAwaitK);
       ptx::mbarrier_wait(shared_address(&s.k_full[first.stage]), first.parity);
@@ -260,7 +273,7 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
       ptx::pin_registers(f.s);
       timeline.tile(tiles - 1, ConsumerTile::kSoftmax);
       release(s.k_empty[first.stage]);
-      if (block == begin) release(s.q_empty[q_slot.stage]);
+      if (block == begin) release(s.q_empty[q_slot.stage][consumer]);
       finish_scores(block, is_boundary(block));
       raise_maximum<Config>(f, p[0], scale_log2, factor);
       if constexpr (!Config::kKeepScores) pack_probabilities<Config>(f, p[0]);
@@ -286,7 +299,7 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
         timeline.step(blocks, ConsumerStep::kSoftmax);
         const auto release_scores = [&] {
           release(s.k_empty[k_slot.stage]);
-          if (block == begin) release(s.q_empty[q_slot.stage]);
+          if (block == begin) release(s.q_empty[q_slot.stage][consumer]);
         };
         if constexpr (Config::kKeepScores) release_scores();
         finish_scores(block, boundary);
@@ -297,7 +310,7 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
           if (__builtin_expect(rescale && !Config::kKeepScores, false)) {
             ptx::wgmma_wait<0>();  // sooner than needed, but it frees the registers of P
             ptx::pin_registers(f.o);
-            recompute_scores<Config>(f, shared_address(s.q[q_slot.stage]), consumer * 64,
+            recompute_scores<Config>(f, shared_address(s.q[q_slot.stage][consumer]),
                                      shared_address(s.k[k_slot.stage]));
             finish_scores(block, false);
           }
@@ -348,15 +361,16 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
         step(p[kOther], p[0]);
       }
     } else {
-      release(s.q_empty[q_slot.stage]);
+      release(s.q_empty[q_slot.stage][consumer]);
     }
     timeline.tile(tiles - 1, ConsumerTile::kSkipLast);
     skip(begin - 1, ptx::uniform(w.range.begin));
     timeline.tile(tiles - 1, ConsumerTile::kEpilogue);
-    store_output<Config>(f, a.params, w, consumer, s.o[threadIdx.x / 32 - 4]);
+    store_output<Config>(f, a, w, consumer, s.o[threadIdx.x / 32 - 4]);
     release(s.tile_empty[slot.stage]);
   }
   timeline.finish(tiles - 1, blocks);
+  if (elected) ptx::tma_store_wait_read<0>();
   if (a.packed) {
     for (int head = blockIdx.x; head < a.params.heads_q; head += gridDim.x) {
       clear_uncovered<typename Config::Element>(a.params, head, threadIdx.x - 128,

@@ -30,14 +30,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::prefetch_tensor_map(&a.k.map);
     ptx::prefetch_tensor_map(&a.v.map);
     constexpr int kWarps = 4 * Config::kConsumers;
-    for (int i = 0; i < Config::kQStages; ++i) {
-      ptx::mbarrier_init(shared_address(&s.q_full[i]), 1);
-      ptx::mbarrier_init(shared_address(&s.q_empty[i]), kWarps);
+    for (int i = 0; i < Config::kQStages * Config::kConsumers; ++i) {
+      ptx::mbarrier_init(shared_address(&s.q_full[0][0] + i), 1);
+      ptx::mbarrier_init(shared_address(&s.q_empty[0][0] + i), 4);
     }
     ptx::mbarrier_init(shared_address(&s.tile_wanted), 1);
     for (int i = 0; i < ForwardShared<Config>::kTiles; ++i) {
       ptx::mbarrier_init(shared_address(&s.tile_full[i]), 1);
-      ptx::mbarrier_init(shared_address(&s.tile_empty[i]), kWarps + 1);
+      ptx::mbarrier_init(shared_address(&s.tile_empty[i]), kWarps + 2);
     }
     for (int i = 0; i < Config::kStages; ++i) {
       ptx::mbarrier_init(shared_address(&s.k_full[i]), 1);
@@ -54,6 +54,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     if (threadIdx.x == 0) produce<Config>(a, s);
     if (threadIdx.x / 32 == 1) schedule<Config>(a, s);
+    if (threadIdx.x == 64) produce_queries<Config>(a, s);
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     consume<Config>(a, s);

@@ -79,12 +79,14 @@ cudaError_t launch(const ForwardParams& p, cudaStream_t stream) {
   const int64_t batch = p.packed() ? 1 : p.batch;
   const int64_t rows_q = p.packed() ? p.total_q : p.seqlen_q,
                 rows_k = p.packed() ? p.total_k : p.seqlen_k;
-  if (p.total_k > 0 && !(encode_map(&a.q, p.dtype, p.q, p.q_stride, batch, p.heads_q, rows_q,
-                                    p.head_dim, Config::kBlockM) &&
-                         encode_map(&a.k, p.dtype, p.k, p.k_stride, batch, p.heads_kv, rows_k,
-                                    p.head_dim, Config::kBlockN) &&
-                         encode_map(&a.v, p.dtype, p.v, p.v_stride, batch, p.heads_kv, rows_k,
-                                    p.head_dim_v, Config::kBlockN))) {
+  if (p.total_k > 0 &&
+      !(encode_map(&a.q, p.dtype, p.q, p.q_stride, batch, p.heads_q, rows_q, p.head_dim, 64) &&
+        encode_map(&a.k, p.dtype, p.k, p.k_stride, batch, p.heads_kv, rows_k, p.head_dim,
+                   Config::kBlockN) &&
+        encode_map(&a.v, p.dtype, p.v, p.v_stride, batch, p.heads_kv, rows_k, p.head_dim_v,
+                   Config::kBlockN) &&
+        encode_map(&a.out, p.dtype, p.out, p.out_stride, batch, p.heads_q, rows_q, p.head_dim_v,
+                   16))) {
     return cudaErrorInvalidValue;
   }
 

@@ -7,7 +7,12 @@
 namespace attnscope::sm90 {
 
 struct Lane {
-  enum : int { kScheduler, kProducer, kConsumer };  // and one more for each further consumer
+  enum : int {
+    kScheduler,
+    kProducer,
+    kQueries,
+    kConsumer
+  };  // and one more for each further consumer
 };
 
 struct SchedulerTile {
@@ -24,15 +29,24 @@ struct SchedulerTile {
     kEnd,
     kFullBegin,
     kFullEnd,
+    kEndRow,
   };
 };
 
 struct ProducerTile {
-  enum : int { kAwaitTile, kAwaitQSlot, kIssueQ };
+  enum : int { kAwaitTile };
 };
 
 struct ProducerStep {
   enum : int { kAwaitKSlot, kIssueK, kAwaitVSlot, kIssueV };
+};
+
+struct QueriesTile {
+  enum : int {
+    kAwaitTile,
+    kAwaitSlot,  // the first consumer is not done with its rows of the tile before
+    kIssue,      // to that one, then to the others as they are done
+  };
 };
 
 // The first block of a consumer's own has no products to run under and the last P V no softmax:

@@ -15,7 +15,7 @@ namespace attnscope::sm90 {
 // counts are saturated: cu_seqlens may hold anything.
 template <class Config>
 __device__ __forceinline__ void count_tiles(const ForwardArguments& a, TileQueue& s, int first) {
-  const int lane = threadIdx.x % 32;
+  const int lane = ptx::lane();
   int tiles = 0;
   if (s.batch + lane < a.params.batch) {
     const Segment q =
@@ -35,7 +35,7 @@ __device__ __forceinline__ void count_tiles(const ForwardArguments& a, TileQueue
 // Where tile number `index` lies, which never decreases. False past the last. By a warp.
 template <class Config>
 __device__ __forceinline__ bool find_tile(const ForwardArguments& a, TileQueue& s, Work& w) {
-  const int lane = threadIdx.x % 32;
+  const int lane = ptx::lane();
   int index = s.index;
   if (index >= a.tiles) return false;
   TileOrder order = a.order;
@@ -61,7 +61,7 @@ __device__ __forceinline__ bool find_tile(const ForwardArguments& a, TileQueue& 
     const int batch = tile.head / a.params.heads_q;  // 0 in a packed batch
     w.sequence = sequence + batch;
     w.head = tile.head - batch * a.params.heads_q;
-    w.first_row = tile.m_block * Config::kBlockM;
+    w.first_row = tile.m_block;  // for describe_tile
   }
   return true;
 }
@@ -72,13 +72,24 @@ template <class Config>
 __device__ __forceinline__ void describe_tile(const ForwardArguments& a, Work& w) {
   const ForwardParams& p = a.params;
   constexpr int kWhole = Config::kConsumers;  // the tile's lane
-  const int lane = threadIdx.x % 32;
+  const int lane = ptx::lane();
   const bool own = lane < kWhole;
   const Segment seg_q = segment(p.cu_seqlens_q, p.total_q, p.seqlen_q, w.sequence);
   const Segment seg_k = segment(p.cu_seqlens_k, p.total_k, p.seqlen_k, w.sequence);
   const Window window{seg_k.length - seg_q.length, p.window_left, p.window_right};
-  const int begin_row = w.first_row + (own ? 64 * lane : 0);
-  const int end_row = min(begin_row + (own ? 64 : Config::kBlockM), seg_q.length);
+  // Where tiles do not divide the rows, the first ones have 64 rows less: under a causal mask,
+  // where the last tiles see the most keys, those should keep all consumers at work.
+  constexpr int kUnits = Config::kConsumers;
+  const int units = (seg_q.length + 63) / 64;
+  const int missing = (units + kUnits - 1) / kUnits * kUnits - units;
+  const auto first_row_of = [&](int m_block) {
+    return 64 * (m_block * kUnits - min(m_block, missing));
+  };
+  const int m_block = w.first_row;
+  const int first_row = first_row_of(m_block);
+  const int last_row = min(first_row_of(m_block + 1), seg_q.length);
+  const int begin_row = first_row + (own ? 64 * lane : 0);
+  const int end_row = min(begin_row + (own ? 64 : Config::kBlockM), last_row);
   BlockRange range = block_range(window, begin_row, end_row, seg_k.length, Config::kBlockN);
   const int tile_begin = __shfl_sync(0xffffffffu, range.begin, kWhole);
   if (own) {
@@ -90,8 +101,9 @@ __device__ __forceinline__ void describe_tile(const ForwardArguments& a, Work& w
     w.head_kv = w.head / (p.heads_q / p.heads_kv);
     w.batch = seg_q.batch;
     w.q_row = static_cast<int>(seg_q.row) + begin_row;
+    w.first_row = begin_row;
+    w.end_row = end_row;
     w.k_row = static_cast<int>(seg_k.row);
-    w.seqlen_q = seg_q.length;
     w.seqlen_k = seg_k.length;
     w.shift = window.shift;
     w.first_key = window.first_key(begin_row);
@@ -101,8 +113,8 @@ __device__ __forceinline__ void describe_tile(const ForwardArguments& a, Work& w
 // A tile whose rows see no key: out = 0, lse = -inf. By a warp.
 template <class Config>
 __device__ __forceinline__ void store_empty(const ForwardParams& p, const Work& w) {
-  const int lane = threadIdx.x % 32;
-  const int rows = min(Config::kBlockM, w.seqlen_q - w.first_row);
+  const int lane = ptx::lane();
+  const int rows = w.end_row - w.first_row;
   auto* out = static_cast<typename Config::Element*>(p.out) +
               int64_t{w.batch} * p.out_stride.batch + int64_t{w.q_row} * p.out_stride.row +
               w.head * p.out_stride.head;
@@ -123,6 +135,7 @@ __device__ __forceinline__ void note_tile(const Timeline& timeline, int tile, co
   timeline.note(tile, SchedulerTile::kEnd, w.range.end);
   timeline.note(tile, SchedulerTile::kFullBegin, w.range.full_begin);
   timeline.note(tile, SchedulerTile::kFullEnd, w.range.full_end);
+  timeline.note(tile, SchedulerTile::kEndRow, w.end_row);
 }
 
 // Takes tiles and works out what they are. A tile is taken only when the producer is near the end
@@ -192,7 +205,7 @@ __device__ __forceinline__ void load_box(uint32_t shared, const TensorMap& tenso
                                          ptx::CachePolicy policy, int rows, int row, int head,
                                          int batch) {
 #pragma unroll
-  for (int column = 0; column < Config::kHeadDim; column += 64) {
+  for (int column = 0; column < Config::kColumns; column += 64) {
     ptx::tma_load_4d(shared + column / 64 * rows * Config::kRowBytes, &tensor.map, barrier, policy,
                      column, row, head * tensor.head_step, batch * tensor.batch_step);
   }
@@ -207,7 +220,6 @@ __device__ __forceinline__ void produce(const ForwardArguments& a, ForwardShared
   const Timeline timeline(Lane::kProducer, true);
   while (true) {
     timeline.tile(tiles, ProducerTile::kAwaitTile);
-    const Slot<Config::kQStages> q_slot(tiles);
     const Slot<ForwardShared<Config>::kTiles> slot(tiles++);
     ptx::mbarrier_wait(shared_address(&s.tile_full[slot.stage]), slot.parity);
     const Work w = s.tile[slot.stage];
@@ -230,27 +242,49 @@ __device__ __forceinline__ void produce(const ForwardArguments& a, ForwardShared
                        w.batch);
     };
 
-    // K runs one block ahead of V, as the consumers do; Q comes with the first K.
+    // K runs one block ahead of V, as the consumers do.
 #pragma unroll 1
     for (int block = w.range.end - 1; block >= w.range.begin - 1; --block) {
       if (block == ask_at) ptx::mbarrier_arrive(shared_address(&s.tile_wanted));
       if (block >= w.range.begin) load(a.k, s.k, s.k_full, s.k_empty, blocks, block);
-      if (block == w.range.end - 1) {
-        timeline.tile(tiles - 1, ProducerTile::kAwaitQSlot);
-        ptx::mbarrier_wait(shared_address(&s.q_empty[q_slot.stage]), q_slot.parity ^ 1);
-        timeline.tile(tiles - 1, ProducerTile::kIssueQ);
-        const uint32_t q_full = shared_address(&s.q_full[q_slot.stage]);
-        ptx::mbarrier_arrive_expect_tx(q_full, Config::kQBytes);
-        load_box<Config>(shared_address(s.q[q_slot.stage]), a.q, q_full,
-                         ptx::CachePolicy::kEvictFirst, Config::kBlockM, w.q_row, w.head, w.batch);
-      } else {
-        load(a.v, s.v, s.v_full, s.v_empty, blocks - 1, block + 1);
-      }
+      if (block < w.range.end - 1) load(a.v, s.v, s.v_full, s.v_empty, blocks - 1, block + 1);
       ++blocks;
     }
     --blocks;
   }
   timeline.finish(tiles - 1, blocks);
+}
+
+// Q, each consumer's rows as soon as it is done with the ones before. By a thread of its own: a
+// wait for a consumer must not hold up K and V.
+template <class Config>
+__device__ __forceinline__ void produce_queries(const ForwardArguments& a,
+                                                ForwardShared<Config>& s) {
+  using ptx::shared_address;
+  const Timeline timeline(Lane::kQueries, true);
+  int tiles = 0;
+  while (true) {
+    timeline.tile(tiles, QueriesTile::kAwaitTile);
+    const Slot<Config::kQStages> q_slot(tiles);
+    const Slot<ForwardShared<Config>::kTiles> slot(tiles++);
+    ptx::mbarrier_wait(shared_address(&s.tile_full[slot.stage]), slot.parity);
+    const Work& w = s.tile[slot.stage];
+    const bool stop = w.stop;
+    const int row = w.q_row, head = w.head, batch = w.batch;
+    ptx::mbarrier_arrive(shared_address(&s.tile_empty[slot.stage]));
+    if (stop) break;
+    timeline.tile(tiles - 1, QueriesTile::kAwaitSlot);
+#pragma unroll 1
+    for (int consumer = 0; consumer < Config::kConsumers; ++consumer) {
+      ptx::mbarrier_wait(shared_address(&s.q_empty[q_slot.stage][consumer]), q_slot.parity ^ 1);
+      if (consumer == 0) timeline.tile(tiles - 1, QueriesTile::kIssue);
+      const uint32_t full = shared_address(&s.q_full[q_slot.stage][consumer]);
+      ptx::mbarrier_arrive_expect_tx(full, Config::kQBytes);
+      load_box<Config>(shared_address(s.q[q_slot.stage][consumer]), a.q, full,
+                       ptx::CachePolicy::kEvictFirst, 64, row + 64 * consumer, head, batch);
+    }
+  }
+  timeline.finish(tiles - 1, 0);
 }
 
 }  // namespace attnscope::sm90

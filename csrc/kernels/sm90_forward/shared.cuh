@@ -23,17 +23,19 @@ struct ForwardConfig {
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kQStages = kTile.q_stages;
   static constexpr int kStages = kTile.stages;
+  static constexpr int kOutStages = kTile.out_stages();
   static constexpr int kConsumers = kTile.consumers();
   static constexpr int kThreads = kTile.threads();
   static constexpr int kProducerRegisters = kTile.producer_registers();
   static constexpr int kConsumerRegisters = kTile.consumer_registers();
-  static constexpr int kQBytes = 2 * kBlockM * kHeadDim;
-  static constexpr int kTileBytes = 2 * kBlockN * kHeadDim;  // of K or V
+  static constexpr int kColumns = kTile.columns();
+  static constexpr int kQBytes = 2 * 64 * kColumns;          // of a consumer
+  static constexpr int kTileBytes = 2 * kBlockN * kColumns;  // of K or V
   static constexpr int kRowBytes = 128;  // one swizzled row of a 64-element column block
   static constexpr bool kKeepScores = kTile.keep_scores;
 
   static_assert(kTile.head_dim == kHeadDim, "the tile table has no such row");
-  static_assert(kHeadDim % 64 == 0, "tiles are column blocks of 64 elements");
+  static_assert(kHeadDim % 16 == 0, "a product is 16 deep");
   static_assert(kBlockN % 16 == 0, "keys are consumed 16 at a time");
   static_assert(kConsumers >= 1 && kConsumers <= kMaxConsumers, "what Work has room for");
 };
@@ -48,7 +50,8 @@ struct alignas(128) Work {
   int q_row;      // of the tensors, where the tile begins
   int k_row;      // of the tensors, where the keys begin
   int first_row;  // of the sequence, where the tile begins
-  int seqlen_q, seqlen_k;
+  int end_row;    // of the sequence, where it ends
+  int seqlen_k;
   int shift;                           // seqlen_k - seqlen_q
   int first_key;                       // before it no row of the tile sees any
   BlockRange range;                    // what the tile visits
@@ -70,11 +73,13 @@ struct ForwardShared {
   using Element = typename Config::Element;
   static constexpr int kStages = Config::kStages;
   static constexpr int kTiles = 2;  // one in work, one being fetched
-  alignas(1024) Element q[Config::kQStages][Config::kBlockM * Config::kHeadDim];
-  alignas(1024) Element k[kStages][Config::kBlockN * Config::kHeadDim];
-  alignas(1024) Element v[kStages][Config::kBlockN * Config::kHeadDim];
-  alignas(1024) Element o[Config::kConsumers * 4][16 * 64];  // of a warp, on the way out
-  uint64_t q_full[Config::kQStages], q_empty[Config::kQStages];
+  alignas(1024) Element q[Config::kQStages][Config::kConsumers][64 * Config::kColumns];
+  alignas(1024) Element k[kStages][Config::kBlockN * Config::kColumns];
+  alignas(1024) Element v[kStages][Config::kBlockN * Config::kColumns];
+  alignas(1024)
+      Element o[Config::kConsumers * 4][Config::kOutStages][16 * 64];  // of a warp, on the way out
+  uint64_t q_full[Config::kQStages][Config::kConsumers],
+      q_empty[Config::kQStages][Config::kConsumers];
   uint64_t k_full[kStages], k_empty[kStages];
   uint64_t v_full[kStages], v_empty[kStages];
   uint64_t tile_full[kTiles], tile_empty[kTiles], tile_wanted;
@@ -92,7 +97,7 @@ struct TensorMap {
 
 // What every kernel argument block holds.
 struct ForwardArguments {
-  TensorMap q, k, v;
+  TensorMap q, k, v, out;
   ForwardParams params;
   TileOrder order;
   ScoreScales scores;

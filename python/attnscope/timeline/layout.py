@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 WORDS = 16  # uint32 of a row; see csrc/attn/timeline.cuh
 ROWS = 64  # query rows of a consumer
-SCHEDULER, PRODUCER, CONSUMER = 0, 1, 2  # lanes; consumers have all from the third on
+SCHEDULER, PRODUCER, QUERIES, CONSUMER = range(4)  # lanes; consumers have all from the last on
 
 # What a state is, for pictures and sums.
 SOFTMAX = "softmax"
@@ -43,16 +43,17 @@ SCHEDULER_TILE = (
     State("AwaitSlot", "wait for a slot", SLOT_WAIT),
     State("Hand", "work it out, hand it out", ISSUE),
 )
-PRODUCER_TILE = (
-    State("AwaitTile", "wait for a tile", TILE_WAIT),
-    State("AwaitQSlot", "wait for a Q slot", SLOT_WAIT),
-    State("IssueQ", "load Q", ISSUE),
-)
+PRODUCER_TILE = (State("AwaitTile", "wait for a tile", TILE_WAIT),)
 PRODUCER_STEP = (
     State("AwaitKSlot", "wait for a K slot", SLOT_WAIT),
     State("IssueK", "load K", ISSUE),
     State("AwaitVSlot", "wait for a V slot", SLOT_WAIT),
     State("IssueV", "load V", ISSUE),
+)
+QUERIES_TILE = (
+    State("AwaitTile", "wait for a tile", TILE_WAIT),
+    State("AwaitSlot", "wait for a Q slot", SLOT_WAIT),
+    State("Issue", "load Q as slots come free", ISSUE),
 )
 CONSUMER_TILE = (
     State("AwaitTile", "wait for a tile", TILE_WAIT),
@@ -84,7 +85,9 @@ CONSUMER_STEP = (
 )
 # What the scheduler notes of a tile, from word NOTES on.
 NOTES = 8
-TILE_NOTES = ("head", "batch", "first_row", "begin", "end", "full_begin", "full_end")
+TILE_NOTES = (
+    "head", "batch", "first_row", "begin", "end", "full_begin", "full_end", "end_row",
+)  # fmt: skip
 
 # Words of a block's row and of the end row of a lane.
 SM, CLOCK, TIMER, TILES, STEPS = 0, 1, 3, 5, 6
@@ -99,8 +102,18 @@ FIRST_BLOCK = range(_CONSUMER_MARKS.index("AwaitK"), _CONSUMER_MARKS.index("Awai
 OWN_BLOCKS = range(_CONSUMER_MARKS.index("AwaitK"), _CONSUMER_MARKS.index("SkipLast"))
 
 
-TILE_STATES = {"scheduler": SCHEDULER_TILE, "producer": PRODUCER_TILE, "consumer": CONSUMER_TILE}
-STEP_STATES = {"scheduler": (), "producer": PRODUCER_STEP, "consumer": CONSUMER_STEP}
+TILE_STATES = {
+    "scheduler": SCHEDULER_TILE,
+    "producer": PRODUCER_TILE,
+    "queries": QUERIES_TILE,
+    "consumer": CONSUMER_TILE,
+}
+STEP_STATES = {
+    "scheduler": (),
+    "producer": PRODUCER_STEP,
+    "queries": (),
+    "consumer": CONSUMER_STEP,
+}
 
 
 def _codes(tile: tuple[State, ...], step: tuple[State, ...]) -> tuple[State, ...]:
@@ -114,7 +127,7 @@ STATES = {role: _codes(tile, STEP_STATES[role]) for role, tile in TILE_STATES.it
 
 
 def role_of(lane: int) -> str:
-    return "scheduler" if lane == SCHEDULER else "producer" if lane == PRODUCER else "consumer"
+    return list(TILE_STATES)[min(lane, CONSUMER)]
 
 
 def lane_name(lane: int) -> str:

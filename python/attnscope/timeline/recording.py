@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnscope.timeline import layout
-from attnscope.timeline.layout import CONSUMER, PRODUCER, SCHEDULER, WORDS
+from attnscope.timeline.layout import CONSUMER, SCHEDULER, WORDS
 
 Words = NDArray[np.uint32]
 FORMAT = 2
@@ -144,9 +144,12 @@ class Recording:
         the tile visits: the kernel goes from high keys to low.
         """
         work, tile = self.facts["workload"], self.facts["tile"]
-        first_row = self.notes(at)[:, layout.TILE_NOTES.index("first_row")].astype(np.int64)
-        first = first_row[:, None] + layout.ROWS * np.arange(tile["consumers"])
-        end = np.minimum(first + layout.ROWS, work["seqlen_q"])
+        begin_row, end_row = (
+            self.notes(at)[:, layout.TILE_NOTES.index(name), None].astype(np.int64)
+            for name in ("first_row", "end_row")
+        )
+        first = begin_row + layout.ROWS * np.arange(tile["consumers"])
+        end = np.minimum(first + layout.ROWS, end_row)
         keys = work["seqlen_k"]
         if work["causal"]:
             keys = np.clip(end + work["seqlen_k"] - work["seqlen_q"], 0, keys)
@@ -156,7 +159,8 @@ class Recording:
         """Of each lane, how many tiles from the first are recorded with all their steps."""
         fit = int((np.cumsum(self.key_blocks(at)) <= self.steps.shape[2] - 1).sum())
         tiles = np.minimum(self.tile_counts[at], self.tiles.shape[2] - 1)
-        tiles[PRODUCER:] = np.minimum(tiles[PRODUCER:], fit)
+        steps = [bool(layout.STEP_STATES[layout.role_of(lane)]) for lane in range(tiles.size)]
+        tiles[steps] = np.minimum(tiles[steps], fit)
         return tiles
 
     def track(self, at: int, lane: int) -> Track:
@@ -169,7 +173,11 @@ class Recording:
         stopped = whole == count
         name = f"{layout.lane_name(lane)} of block {self.blocks[at]}"
         blocks = self.key_blocks(at)
-        if lane >= PRODUCER and stopped and self.step_counts[at, lane] != blocks.sum():
+        if (
+            layout.STEP_STATES[layout.role_of(lane)]
+            and stopped
+            and self.step_counts[at, lane] != blocks.sum()
+        ):
             raise ValueError(
                 f"recording: {name} did {self.step_counts[at, lane]} steps, its tiles have "
                 f"{blocks.sum()}"
@@ -273,10 +281,8 @@ def _in_order(
     handed = number < len(blocks)
     if role == "scheduler":
         add(marks, (word != layout.TAKE) | (number > 0), number, 0, 0, word, word, -1)
-        blocks = blocks[:0]
-    elif role == "producer":  # Q is asked for after the first K
-        late = word > 0
-        add(marks, handed | ~late, number, late, 0, np.where(late, 2, 0) + word, word, -1)
+    elif role in ("producer", "queries"):
+        add(marks, handed | (word == 0), number, 0, 0, word, word, -1)
     else:
         skipped = np.append(blocks - own, 0)[number]
         of_blocks = np.isin(word, layout.OWN_BLOCKS)
@@ -285,7 +291,7 @@ def _in_order(
         phase = np.where(word < layout.FIRST_BLOCK.stop, 0, 2)
         add(marks, due, number, phase, 0, word, word, shown)
 
-    if blocks.size:
+    if blocks.size and layout.STEP_STATES[role]:
         owner = np.repeat(np.arange(blocks.size), blocks)[:, None]
         inside = np.arange(owner.size)[:, None] - (np.cumsum(blocks) - blocks)[owner]
         word = np.arange(len(layout.STEP_STATES[role]))[None]
