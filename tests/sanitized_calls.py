@@ -49,6 +49,13 @@ def main(impl: str) -> None:
         q, k, v = (randn(1, 1, 4200, head_dim).transpose(1, 2) for _ in range(3))
         attention(q, k, v, causal=True, impl=impl)
         calls += 1
+    # Heads of a group side by side.
+    k, v = (randn(40, 130, 1, 64) for _ in range(2))
+    attention(randn(40, 9, 4, 64), k, v, causal=True, impl=impl)
+    lengths = [1 + i % 7 for i in range(40)]
+    q, k, v = (randn(sum(lengths), heads, 64) for heads in (4, 1, 1))
+    attention_varlen(q, k, v, *2 * [cu_seqlens(lengths)], 7, 7, causal=True, impl=impl)
+    calls += 2
     torch.cuda.synchronize()
     print(f"{calls} calls done")
 

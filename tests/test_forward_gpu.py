@@ -87,6 +87,34 @@ def test_query_heads_share_keys(target, heads_q, heads_kv):
     assert_workload_passes(target, batch=3, seqlen=200, head_dim=64, **heads)
 
 
+# Few queries and many heads: the Hopper kernel puts heads of a group side by side in a tile.
+GROUPS = [(8, 2), (6, 3), (12, 1), (32, 1), (7, 1)]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("seqlen_q", [1, 5, 17, 64, 65])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_grouped_heads(target, head_dim, seqlen_q, mask):
+    shape = {"batch": 18, "seqlen_q": seqlen_q, "seqlen_k": 200, "heads_q": 8, "heads_kv": 2}
+    assert_workload_passes(target, head_dim=head_dim, **shape, **MASKS[mask])
+
+
+@pytest.mark.parametrize("heads", GROUPS)
+def test_groups_of_any_size(target, heads):
+    heads_q, heads_kv = heads
+    shape = {"batch": 27, "seqlen_q": 9, "seqlen_k": 130, "heads_q": heads_q, "heads_kv": heads_kv}
+    assert_workload_passes(target, head_dim=64, causal=True, **shape)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "band"])
+@pytest.mark.parametrize("heads", GROUPS)
+def test_grouped_heads_of_packed_batches(target, heads, mask):
+    seqlens = [(1 + i * 7 % 33 if i % 5 else 0, 11 * (i % 13)) for i in range(40)]
+    heads_q, heads_kv = heads
+    heads = {"heads_q": heads_q, "heads_kv": heads_kv}
+    assert_workload_passes(target, seqlens=seqlens, head_dim=64, **heads, **MASKS[mask])
+
+
 # Long enough that the Hopper kernel takes its tiles for long sequences.
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

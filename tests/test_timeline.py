@@ -118,6 +118,14 @@ def test_own_blocks_are_those_that_a_row_of_the_consumer_sees():
     assert made.own_blocks(0).tolist() == [[128, 128, 0, 0]]
 
 
+def test_own_blocks_of_rows_that_are_heads_of_a_query():
+    made = marks.recording([[3]], consumers=2, block_n=64)
+    made.facts["tile"] = made.facts["tile"] | {"heads": 4}
+    made.tiles[0, SCHEDULER, 0, [layout.NOTES + 2, layout.NOTES + 7]] = 4 * 8336, 4 * 8336 + 65
+    seen = 8336 + 16 - 256, 8336 + 17 - 256  # by the last query of each consumer
+    assert made.own_blocks(0).tolist() == [[-(-keys // 64) for keys in seen]]
+
+
 def test_a_block_that_came_too_late_for_a_tile_waited():
     made = marks.recording([[2], []])
     scheduler, *others = made.tracks(1)
@@ -460,8 +468,8 @@ def test_the_instrumented_library_has_the_same_tiles(built):
     kernel = library.Instrumented(built[0])
     names = ("head_dim", "block_m", "block_n", "stages")
     normal = [t for t in json.loads(torch.ops.attnscope.kernels()) if t["kernel"] == "sm90_forward"]
-    calls = [(t["head_dim"], rows, 1000, causal) for t in normal for rows in (1, 1000, 1 << 20)
-             for causal in (False, True)]  # fmt: skip
+    calls = [(t["head_dim"], rows, 1000, 1, 1, causal) for t in normal
+             for rows in (1, 1000, 1 << 20) for causal in (False, True)]  # fmt: skip
     chosen = [kernel.tile(*call) for call in calls]
     assert {tuple(t[n] for n in names) for t in chosen} == {
         tuple(t[n] for n in names) for t in normal
@@ -470,7 +478,8 @@ def test_the_instrumented_library_has_the_same_tiles(built):
     for tile in chosen:
         assert threads[tile["head_dim"], tile["block_m"]] == 128 * (tile["consumers"] + 1)
     with pytest.raises(ValueError, match="head_dim: 264 is served by no tile"):
-        kernel.tile(264, 128, 1, False)
+        kernel.tile(264, 128, 1, 1, 1, False)
+    assert kernel.tile(64, 16, 64, 8, 2, True)["heads"] == 4
 
 
 @pytest.mark.skipif(sass.cuobjdump() is None, reason="no cuobjdump")

@@ -22,6 +22,17 @@ SHAPES = {
     "d64-short": {"batch": 4, "seqlen": 100, "heads": 8, "head_dim": 64},
     "d128": {"batch": 1, "seqlen": 4096, "heads": 16, "head_dim": 128},
     "d128-causal": {"batch": 3, "seqlen": 1000, "heads": 16, "head_dim": 128, "causal": True},
+    "d96": {"batch": 2, "seqlen": 700, "heads": 8, "head_dim": 96},
+    "d192-causal": {"batch": 2, "seqlen": 700, "heads": 8, "head_dim": 160, "causal": True},
+    "d64-grouped": {
+        "batch": 20,
+        "seqlen_q": 50,
+        "seqlen_k": 300,
+        "heads_q": 8,
+        "heads_kv": 2,
+        "head_dim": 64,
+        "causal": True,
+    },
     "d256-gqa": {"batch": 1, "seqlen": 700, "heads_q": 8, "heads_kv": 2, "head_dim": 256},
     "one-tile": {"seqlen_q": 3, "seqlen_k": 70, "heads": 1, "head_dim": 128},
     "no-keys-seen": {"seqlen_q": 400, "seqlen_k": 100, "heads": 2, "head_dim": 64, "causal": True},
@@ -54,7 +65,7 @@ def rows_of_tiles(seqlen: int, block_m: int) -> list[tuple[int, int]]:
 
 def visible_blocks(work: Workload, first_row: int, end_row: int, block_n: int) -> int:
     """Key blocks that some of these query rows see, without a window."""
-    last_row = min(end_row, work.seqlen_q) - 1
+    last_row = end_row - 1
     keys = work.seqlen_k
     if work.causal:
         keys = min(max(last_row + work.seqlen_k - work.seqlen_q + 1, 0), keys)
@@ -65,7 +76,9 @@ def test_the_shapes_are_of_all_tiles(built):
     kernel = library.Instrumented(built[0])
     works = [Workload.of(**shape) for shape in SHAPES.values()]
     tiles = [
-        kernel.tile(work.head_dim, work.seqlen_q, work.batch * work.heads_q, work.causal)
+        kernel.tile(
+            work.head_dim, work.seqlen_q, work.batch, work.heads_q, work.heads_kv, work.causal
+        )
         for work in works
     ]
     names = ("head_dim", "block_m", "block_n")
@@ -77,24 +90,20 @@ def test_the_shapes_are_of_all_tiles(built):
 
 def test_every_tile_with_keys_is_recorded_once_with_its_key_blocks(recorded):
     work, made = recorded
-    block_m, block_n = (made.facts["tile"][name] for name in ("block_m", "block_n"))
+    block_m, block_n, group = (made.facts["tile"][n] for n in ("block_m", "block_n", "heads"))
     seen = []
     for at in range(len(made.blocks)):
         for (head, batch, row, *_, end_row), blocks in zip(
             made.notes(at).tolist(), made.key_blocks(at), strict=True
         ):
             seen.append((batch, head, row, end_row))
-            assert blocks == visible_blocks(work, row, end_row, block_n)
-    rows_with_keys = [
-        tile
-        for tile in rows_of_tiles(work.seqlen_q, block_m)
-        if visible_blocks(work, *tile, block_n)
-    ]
+            assert blocks == visible_blocks(work, row // group, -(-end_row // group), block_n)
     wanted = [
-        (b, h, *tile)
+        (b, h, first, end)
         for b in range(work.batch)
-        for h in range(work.heads_q)
-        for tile in rows_with_keys
+        for h in range(0, work.heads_q, group)
+        for first, end in rows_of_tiles(work.seqlen_q * group, block_m)
+        if visible_blocks(work, first // group, -(-end // group), block_n)
     ]
     assert sorted(seen) == wanted
     assert made.lost_tiles == 0
@@ -103,7 +112,7 @@ def test_every_tile_with_keys_is_recorded_once_with_its_key_blocks(recorded):
 def test_every_role_marks_every_tile_and_step_in_order(recorded):
     """`track` refuses marks that are missing, that run backwards or that no tile calls for."""
     work, made = recorded
-    block_n = made.facts["tile"]["block_n"]
+    block_n, group = (made.facts["tile"][name] for name in ("block_n", "heads"))
     for at in range(len(made.blocks)):
         assert len(set(made.tile_counts[at])) == 1
         _, producer, _, *consumers = made.tracks(at)
@@ -112,10 +121,13 @@ def test_every_role_marks_every_tile_and_step_in_order(recorded):
         assert (loads == made.key_blocks(at)).all()
         for number, track in enumerate(consumers):
             issues = track.tile[track.of("tile.IssueScores", "step.IssueScores")]
-            own = [
-                visible_blocks(work, row + 64 * number, min(row + 64 * (number + 1), end), block_n)
-                for _, _, row, *_, end in made.notes(at).tolist()
-            ]
+            own = []
+            for _, _, first, *_, end in made.notes(at).tolist():
+                begin = first + 64 * number
+                last = -(-min(begin + 64, end) // group)
+                own.append(
+                    visible_blocks(work, begin // group, last, block_n) if begin < end else 0
+                )
             assert np.bincount(issues, minlength=tiles).tolist() == own
 
 

@@ -26,14 +26,24 @@ __device__ __forceinline__ void tma_load_4d(uint32_t shared, const void* map, ui
       : "memory");
 }
 
+__device__ __forceinline__ void tma_load_5d(uint32_t shared, const void* map, uint32_t barrier,
+                                            CachePolicy policy, int x, int y, int z, int w, int u) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(u),
+      "l"(static_cast<uint64_t>(policy))
+      : "memory");
+}
+
 // A box of shared memory to the coordinates, clipped to the tensor. The thread that copies waits:
 // for its groups, all but the last kPending, to have been read.
-__device__ __forceinline__ void tma_store_4d(const void* map, uint32_t shared, int x, int y, int z,
-                                             int w) {
+__device__ __forceinline__ void tma_store_5d(const void* map, uint32_t shared, int x, int y, int z,
+                                             int w, int u) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
-          map),
-      "r"(shared), "r"(x), "r"(y), "r"(z), "r"(w)
+      "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::
+          "l"(map),
+      "r"(shared), "r"(x), "r"(y), "r"(z), "r"(w), "r"(u)
       : "memory");
 }
 

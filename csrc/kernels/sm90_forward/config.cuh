@@ -59,6 +59,18 @@ inline constexpr int kMaxConsumers = 4;
 inline constexpr int kMultiprocessors = 132;  // of an H100 or H200
 inline constexpr int kEagerKeys = 256;        // up to here tiles are taken ahead
 
+inline constexpr int kGroupedQueries = 64;  // calls of up to so many may have heads grouped
+
+// The power of two of query heads that lie side by side in a tile: as many as may of those that
+// share a key head, where tiles would else be mostly empty and too many to all run at once. O
+// leaves 16 rows at a time, so there are at most 16.
+constexpr int choose_grouping(int queries, int heads_q, int heads_kv, long long batch) {
+  if (queries > kGroupedQueries || batch * heads_q <= kMultiprocessors) return 0;
+  int log2 = 0;
+  while (log2 < 4 && heads_q / heads_kv % (2 << log2) == 0) ++log2;
+  return log2;
+}
+
 // The row that serves a call of `heads` (over all batch entries) with up to `rows` query rows each:
 // of those for its head dim the first that takes so many rows, or, where that would leave
 // multiprocessors idle, the one with the smallest tile. -1 if none does.

@@ -102,7 +102,7 @@ __device__ __forceinline__ void store_output(
   const int lane = threadIdx.x % 32;
   const int first_row = consumer * 64 + threadIdx.x % 128 / 32 * 16;  // in the tile
   const int rows = w.end_row - w.first_row - first_row;
-  const int q_row = w.q_row + first_row;
+  const int q_row = w.q_row + a.grouping.query(first_row);
   if (lane == 0) ptx::tma_store_wait_read<0>();
 
   float inverse[2];
@@ -115,8 +115,9 @@ __device__ __forceinline__ void store_output(
     inverse[half] = empty ? 0.0f : ptx::reciprocal_approx(sum);
     const int row = lane / 4 + half * 8;
     if (lane % 4 == 0 && row < rows) {
-      float* lse = p.lse + int64_t{w.batch} * p.lse_batch_stride + w.head * p.lse_head_stride;
-      lse[int64_t{q_row} + row] =
+      float* lse = p.lse + int64_t{w.batch} * p.lse_batch_stride +
+                   (w.head + a.grouping.head(row)) * p.lse_head_stride;
+      lse[int64_t{q_row} + a.grouping.query(row)] =
           empty ? -INFINITY : (f.row_max[half] + ptx::log2_approx(sum)) * 0.6931471805599453f;
     }
   }
@@ -146,19 +147,22 @@ __device__ __forceinline__ void store_output(
     __syncwarp();
     if (copied) {
       if (lane == 0) {
-        ptx::tma_store_4d(&a.out.map, shared + stage, column, q_row, w.head * a.out.head_step,
-                          w.batch * a.out.batch_step);
+        ptx::tma_store_5d(&a.out.map, shared + stage, column, 0, q_row, w.head >> a.grouping.log2,
+                          w.batch);
         ptx::tma_store_commit();
       }
     } else {
-      Element* out = static_cast<Element*>(p.out) + (q_row + lane / 8) * p.out_stride.row +
-                     w.head * p.out_stride.head + lane % 8 * 8;
       const uint32_t read = shared + stage + lane / 8 * 128 + ((lane % 8 ^ lane / 8) * 16);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint4 value = ptx::load_shared_v4((read ^ i % 2 * 64) + i * 512);
-        if (lane / 8 + i * 4 < rows && column + lane % 8 * 8 < p.head_dim_v)
-          *reinterpret_cast<uint4*>(out + i * 4 * p.out_stride.row + column) = value;
+        const int row = lane / 8 + i * 4;
+        if (row < rows && column + lane % 8 * 8 < p.head_dim_v) {
+          Element* out = static_cast<Element*>(p.out) +
+                         (q_row + a.grouping.query(row)) * p.out_stride.row +
+                         (w.head + a.grouping.head(row)) * p.out_stride.head;
+          *reinterpret_cast<uint4*>(out + column + lane % 8 * 8) = value;
+        }
       }
     }
   }
@@ -247,8 +251,8 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
         if (__builtin_expect(boundary, false)) {
           const int row =
               w.first_row + consumer * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-          mask_scores_by_bits(f.s, {w.shift, a.params.window_left, a.params.window_right}, row,
-                              block * kBlockN, w.seqlen_k);
+          mask_scores_by_bits(f.s, {w.shift, a.params.window_left, a.params.window_right},
+                              a.grouping, row, block * kBlockN, w.seqlen_k);
         }
       };
       const auto is_boundary = [&](int block) { return block < full_begin || block >= full_end; };

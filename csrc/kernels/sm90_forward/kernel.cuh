@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
     ptx::mbarrier_init(shared_address(&s.tile_wanted), 1);
     for (int i = 0; i < ForwardShared<Config>::kTiles; ++i) {
-      ptx::mbarrier_init(shared_address(&s.tile_full[i]), 1);
+      ptx::mbarrier_init(shared_address(&s.tile_full[i]), 32);
       ptx::mbarrier_init(shared_address(&s.tile_empty[i]), kWarps + 2);
     }
     for (int i = 0; i < Config::kStages; ++i) {

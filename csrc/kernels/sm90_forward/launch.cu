@@ -24,29 +24,51 @@ decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   return encode;
 }
 
-// [batch, heads, rows, dim] by any strides; boxes of `box_rows` rows of 64 elements, swizzled.
-bool encode_map(TensorMap* tensor, DType dtype, const void* data, const Strides& s, int64_t batch,
-                int64_t heads, int64_t rows, int64_t dim, int box_rows) {
-  const auto type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                              : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+CUtensorMapDataType map_type(DType dtype) {
+  return dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                   : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+}
+
+// Boxes of `box` elements, the first 64 of them a swizzled row of 128 bytes. Strides in elements,
+// of all dimensions but the first; one of 0 is of a dimension whose size is taken to be 1.
+template <int kRank>
+bool encode(TensorMap* tensor, DType dtype, const void* data, const int64_t (&sizes)[kRank],
+            const int64_t (&strides)[kRank - 1], const int (&box)[kRank]) {
+  cuuint64_t map_sizes[kRank], map_strides[kRank - 1];
+  cuuint32_t map_box[kRank], steps[kRank];
+  for (int i = 0; i < kRank; ++i) {
+    const bool expanded = i > 0 && strides[i - 1] == 0;
+    map_sizes[i] = expanded ? 1 : static_cast<cuuint64_t>(sizes[i]);
+    map_box[i] = static_cast<cuuint32_t>(box[i]);
+    steps[i] = 1;
+    // A dimension of one may have any stride; the encoder wants multiples of 16 bytes.
+    if (i > 0)
+      map_strides[i - 1] = map_sizes[i] > 1 ? static_cast<cuuint64_t>(2 * strides[i - 1]) : 16;
+  }
+  return tensor_map_encoder()(&tensor->map, map_type(dtype), kRank, const_cast<void*>(data),
+                              map_sizes, map_strides, map_box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                              CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+// K or V: [batch, heads, rows, dim] in boxes of `box_rows` rows.
+bool encode_keys(TensorMap* tensor, DType dtype, const void* data, const Strides& s, int64_t batch,
+                 int64_t heads, int64_t rows, int64_t dim, int box_rows) {
   tensor->head_step = s.head != 0;
   tensor->batch_step = s.batch != 0;
-  const auto size = [](int64_t n, int64_t stride) {
-    return static_cast<cuuint64_t>(stride == 0 ? 1 : n);
-  };
-  // A dimension of one may have any stride; the encoder wants multiples of 16 bytes.
-  const auto bytes = [](int64_t n, int64_t stride) {
-    return static_cast<cuuint64_t>(n > 1 && stride != 0 ? 2 * stride : 16);
-  };
-  const cuuint64_t sizes[4] = {static_cast<cuuint64_t>(dim), static_cast<cuuint64_t>(rows),
-                               size(heads, s.head), size(batch, s.batch)};
-  const cuuint64_t strides[3] = {bytes(rows, s.row), bytes(heads, s.head), bytes(batch, s.batch)};
-  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_rows), 1, 1};
-  const cuuint32_t steps[4] = {1, 1, 1, 1};
-  return tensor_map_encoder()(&tensor->map, type, 4, const_cast<void*>(data), sizes, strides, box,
-                              steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return encode<4>(tensor, dtype, data, {dim, rows, heads, batch}, {s.row, s.head, s.batch},
+                   {64, box_rows, 1, 1});
+}
+
+// Q or O: [batch, groups, queries, heads of a group, dim] in boxes of `box_rows` rows of a tile.
+bool encode_queries(TensorMap* tensor, DType dtype, const void* data, const Strides& s,
+                    int64_t batch, int64_t heads, int64_t queries, int64_t dim, int box_rows,
+                    const Grouping& grouping) {
+  tensor->head_step = s.head != 0;
+  tensor->batch_step = s.batch != 0;
+  const int group = grouping.rows(1);
+  return encode<5>(tensor, dtype, data, {dim, group, queries, heads / group, batch},
+                   {s.head, s.row, group * s.head, s.batch}, {64, group, box_rows / group, 1, 1});
 }
 
 int device_attribute(cudaDeviceAttr attribute) {
@@ -59,17 +81,29 @@ int device_attribute(cudaDeviceAttr attribute) {
 // Rows see more keys the later they come.
 bool is_causal(const ForwardParams& p) { return p.window_right >= 0 && p.window_left < 0; }
 
+// As choose_grouping; heads of an expanded q cannot be grouped.
+Grouping grouping(const ForwardParams& p) {
+  if (p.q_stride.head == 0) return {0};
+  return {choose_grouping(p.seqlen_q, p.heads_q, p.heads_kv, p.batch)};
+}
+
 template <class Config>
 cudaError_t launch(const ForwardParams& p, cudaStream_t stream) {
   ForwardArguments a{};
   a.params = p;
   a.scores = score_scales(p);
-  const int m_blocks = (p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
+  a.grouping = grouping(p);
+  a.heads = p.heads_q >> a.grouping.log2;
+  a.heads_per_key = p.heads_q / std::max(p.heads_kv, 1);
+  const int rows = a.grouping.rows(p.seqlen_q);
+  const int m_blocks = (rows + Config::kBlockM - 1) / Config::kBlockM;
   const int64_t kv_bytes =
       int64_t{p.seqlen_k} * (p.head_dim + p.head_dim_v) * sizeof(typename Config::Element);
-  a.order = tile_order(m_blocks, p.batch, p.heads_q, p.heads_kv, kv_bytes, is_causal(p));
+  a.order = tile_order(m_blocks, p.batch, a.heads, p.heads_kv, kv_bytes, is_causal(p));
   int64_t tiles = a.order.tiles();
-  if (p.packed()) tiles = std::min(tiles, (p.total_q / Config::kBlockM + p.batch) * p.heads_q);
+  if (p.packed()) {
+    tiles = std::min(tiles, ((p.total_q << a.grouping.log2) / Config::kBlockM + p.batch) * a.heads);
+  }
   if (tiles > kMostTiles) return cudaErrorInvalidConfiguration;
   a.tiles = static_cast<int>(tiles);
   a.eager = p.seqlen_k <= kEagerKeys;
@@ -79,14 +113,14 @@ cudaError_t launch(const ForwardParams& p, cudaStream_t stream) {
   const int64_t batch = p.packed() ? 1 : p.batch;
   const int64_t rows_q = p.packed() ? p.total_q : p.seqlen_q,
                 rows_k = p.packed() ? p.total_k : p.seqlen_k;
-  if (p.total_k > 0 &&
-      !(encode_map(&a.q, p.dtype, p.q, p.q_stride, batch, p.heads_q, rows_q, p.head_dim, 64) &&
-        encode_map(&a.k, p.dtype, p.k, p.k_stride, batch, p.heads_kv, rows_k, p.head_dim,
-                   Config::kBlockN) &&
-        encode_map(&a.v, p.dtype, p.v, p.v_stride, batch, p.heads_kv, rows_k, p.head_dim_v,
-                   Config::kBlockN) &&
-        encode_map(&a.out, p.dtype, p.out, p.out_stride, batch, p.heads_q, rows_q, p.head_dim_v,
-                   16))) {
+  if (p.total_k > 0 && !(encode_queries(&a.q, p.dtype, p.q, p.q_stride, batch, p.heads_q, rows_q,
+                                        p.head_dim, 64, a.grouping) &&
+                         encode_keys(&a.k, p.dtype, p.k, p.k_stride, batch, p.heads_kv, rows_k,
+                                     p.head_dim, Config::kBlockN) &&
+                         encode_keys(&a.v, p.dtype, p.v, p.v_stride, batch, p.heads_kv, rows_k,
+                                     p.head_dim_v, Config::kBlockN) &&
+                         encode_queries(&a.out, p.dtype, p.out, p.out_stride, batch, p.heads_q,
+                                        rows_q, p.head_dim_v, 16, a.grouping))) {
     return cudaErrorInvalidValue;
   }
 
@@ -121,8 +155,9 @@ cudaError_t launch_chosen(const ForwardParams& p, cudaStream_t stream,
   constexpr cudaError_t (*kLaunches[])(const ForwardParams&,
                                        cudaStream_t) = {launch_row<Element, kIndices>...};
   const int head_dim = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
-  const int chosen =
-      choose_forward_tile(head_dim, p.seqlen_q, int64_t{p.batch} * p.heads_q, is_causal(p));
+  const Grouping g = grouping(p);
+  const int chosen = choose_forward_tile(head_dim, g.rows(p.seqlen_q),
+                                         int64_t{p.batch} * (p.heads_q >> g.log2), is_causal(p));
   return chosen < 0 ? cudaErrorInvalidValue : kLaunches[chosen](p, stream);
 }
 

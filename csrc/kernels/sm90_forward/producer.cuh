@@ -20,7 +20,7 @@ __device__ __forceinline__ void count_tiles(const ForwardArguments& a, TileQueue
   if (s.batch + lane < a.params.batch) {
     const Segment q =
         segment(a.params.cu_seqlens_q, a.params.total_q, a.params.seqlen_q, s.batch + lane);
-    tiles = (q.length + Config::kBlockM - 1) / Config::kBlockM * a.params.heads_q;
+    tiles = (a.grouping.rows(q.length) + Config::kBlockM - 1) / Config::kBlockM * a.heads;
   }
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
@@ -38,7 +38,7 @@ __device__ __forceinline__ bool find_tile(const ForwardArguments& a, TileQueue& 
   const int lane = ptx::lane();
   int index = s.index;
   if (index >= a.tiles) return false;
-  TileOrder order = a.order;
+  Tile tile;
   int sequence = 0;
   if (a.packed) {
     while (index >= s.through[32]) {
@@ -50,17 +50,18 @@ __device__ __forceinline__ bool find_tile(const ForwardArguments& a, TileQueue& 
       count_tiles<Config>(a, s, first);
     }
     const int here = __ffs(__ballot_sync(0xffffffffu, index < s.through[lane + 1])) - 1;
+    const int first = s.through[here];
+    const TileOrder order{(s.through[here + 1] - first) / a.heads, a.heads,
+                          min(a.order.section, a.heads)};
     sequence = s.batch + here;
-    index -= s.through[here];
-    order.heads = a.params.heads_q;
-    order.section = min(order.section, order.heads);
-    order.m_blocks = (s.through[here + 1] - s.through[here]) / order.heads;
+    tile = tile_at(order, index - first);
+  } else {
+    tile = tile_at(a.order, index);
   }
-  const Tile tile = tile_at(order, index);
   if (lane == 0) {
-    const int batch = tile.head / a.params.heads_q;  // 0 in a packed batch
+    const int batch = tile.head / a.heads;  // 0 in a packed batch
     w.sequence = sequence + batch;
-    w.head = tile.head - batch * a.params.heads_q;
+    w.head = (tile.head - batch * a.heads) << a.grouping.log2;
     w.first_row = tile.m_block;  // for describe_tile
   }
   return true;
@@ -80,17 +81,19 @@ __device__ __forceinline__ void describe_tile(const ForwardArguments& a, Work& w
   // Where tiles do not divide the rows, the first ones have 64 rows less: under a causal mask,
   // where the last tiles see the most keys, those should keep all consumers at work.
   constexpr int kUnits = Config::kConsumers;
-  const int units = (seg_q.length + 63) / 64;
+  const int rows = a.grouping.rows(seg_q.length);
+  const int units = (rows + 63) / 64;
   const int missing = (units + kUnits - 1) / kUnits * kUnits - units;
   const auto first_row_of = [&](int m_block) {
     return 64 * (m_block * kUnits - min(m_block, missing));
   };
   const int m_block = w.first_row;
   const int first_row = first_row_of(m_block);
-  const int last_row = min(first_row_of(m_block + 1), seg_q.length);
+  const int last_row = min(first_row_of(m_block + 1), rows);
   const int begin_row = first_row + (own ? 64 * lane : 0);
   const int end_row = min(begin_row + (own ? 64 : Config::kBlockM), last_row);
-  BlockRange range = block_range(window, begin_row, end_row, seg_k.length, Config::kBlockN);
+  BlockRange range = block_range(window, a.grouping.query(begin_row),
+                                 a.grouping.query(end_row - 1) + 1, seg_k.length, Config::kBlockN);
   const int tile_begin = __shfl_sync(0xffffffffu, range.begin, kWhole);
   if (own) {
     if (begin_row >= end_row || range.begin >= range.end) range.begin = range.end = tile_begin;
@@ -98,32 +101,33 @@ __device__ __forceinline__ void describe_tile(const ForwardArguments& a, Work& w
   }
   if (lane == kWhole) {
     w.range = range;
-    w.head_kv = w.head / (p.heads_q / p.heads_kv);
+    w.head_kv = w.head / a.heads_per_key;
     w.batch = seg_q.batch;
-    w.q_row = static_cast<int>(seg_q.row) + begin_row;
+    w.q_row = static_cast<int>(seg_q.row) + a.grouping.query(begin_row);
     w.first_row = begin_row;
     w.end_row = end_row;
     w.k_row = static_cast<int>(seg_k.row);
     w.seqlen_k = seg_k.length;
     w.shift = window.shift;
-    w.first_key = window.first_key(begin_row);
+    w.first_key = window.first_key(a.grouping.query(begin_row));
   }
 }
 
 // A tile whose rows see no key: out = 0, lse = -inf. By a warp.
 template <class Config>
-__device__ __forceinline__ void store_empty(const ForwardParams& p, const Work& w) {
+__device__ __forceinline__ void store_empty(const ForwardArguments& a, const Work& w) {
+  const ForwardParams& p = a.params;
   const int lane = ptx::lane();
-  const int rows = w.end_row - w.first_row;
-  auto* out = static_cast<typename Config::Element*>(p.out) +
-              int64_t{w.batch} * p.out_stride.batch + int64_t{w.q_row} * p.out_stride.row +
-              w.head * p.out_stride.head;
-  float* lse = p.lse + int64_t{w.batch} * p.lse_batch_stride + w.head * p.lse_head_stride + w.q_row;
 #pragma unroll 1
-  for (int row = 0; row < rows; ++row) {
-    if (lane * 8 < p.head_dim_v)
-      *reinterpret_cast<uint4*>(out + row * p.out_stride.row + lane * 8) = uint4{};
-    if (lane == 0) lse[row] = -INFINITY;
+  for (int row = 0; row < w.end_row - w.first_row; ++row) {
+    const int64_t query = w.q_row + a.grouping.query(row), head = w.head + a.grouping.head(row);
+    auto* out = static_cast<typename Config::Element*>(p.out) +
+                int64_t{w.batch} * p.out_stride.batch + query * p.out_stride.row +
+                head * p.out_stride.head;
+    if (lane * 8 < p.head_dim_v) *reinterpret_cast<uint4*>(out + lane * 8) = uint4{};
+    if (lane == 0) {
+      p.lse[int64_t{w.batch} * p.lse_batch_stride + head * p.lse_head_stride + query] = -INFINITY;
+    }
   }
 }
 
@@ -146,20 +150,21 @@ template <class Config>
 __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShared<Config>& s) {
   using ptx::shared_address;
   const bool elected = threadIdx.x % 32 == 0;
-  // In shared memory, since registers are short.
   const auto take_index = [&] {
     if (elected) s.queue.index = gridDim.x + ptx::atomic_add(&a.counter->taken, 1);
     __syncwarp();
   };
   if (elected) {
+    s.queue.tiles = 0;
     s.queue.index = blockIdx.x;
     s.queue.batch = 0;
   }
   __syncwarp();
   if (a.packed) count_tiles<Config>(a, s.queue, 0);
   const Timeline timeline(Lane::kScheduler, elected);
-  for (int tiles = 0;; ++tiles) {
-    const Slot<ForwardShared<Config>::kTiles> slot(tiles);
+  using TileSlot = Slot<ForwardShared<Config>::kTiles>;
+  while (true) {
+    const int tiles = s.queue.tiles;
     timeline.tile(tiles, SchedulerTile::kAwaitRequest);
     if (tiles > 0) {
       if (!a.eager) ptx::mbarrier_wait(shared_address(&s.tile_wanted), tiles - 1 & 1);
@@ -167,9 +172,10 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
       take_index();
     }
     timeline.tile(tiles, SchedulerTile::kAwaitSlot);
-    ptx::mbarrier_wait(shared_address(&s.tile_empty[slot.stage]), slot.parity ^ 1);
+    ptx::mbarrier_wait(shared_address(&s.tile_empty[TileSlot(tiles).stage]),
+                       TileSlot(tiles).parity ^ 1);
     timeline.tile(tiles, SchedulerTile::kHand);
-    Work& w = s.tile[slot.stage];
+    Work& w = s.tile[TileSlot(tiles).stage];
     bool stop;
     while (true) {
       stop = !find_tile<Config>(a, s.queue, w);
@@ -178,20 +184,22 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
       describe_tile<Config>(a, w);
       __syncwarp();
       if (w.range.begin < w.range.end) break;
-      store_empty<Config>(a.params, w);
+      store_empty<Config>(a, w);
       __syncwarp();
       take_index();
     }
     if (stop) {
-      timeline.finish(tiles, 0);
+      timeline.finish(s.queue.tiles, 0);
     } else {
-      note_tile(timeline, tiles, w);
+      note_tile(timeline, s.queue.tiles, w);
     }
-    if (elected) {
-      w.stop = stop;
-      ptx::mbarrier_arrive(shared_address(&s.tile_full[slot.stage]));
-    }
+    if (elected) w.stop = stop;
+    // By every lane: each has written a part.
+    ptx::mbarrier_arrive(shared_address(&s.tile_full[TileSlot(s.queue.tiles).stage]));
     if (stop) break;
+    __syncwarp();
+    if (elected) ++s.queue.tiles;
+    __syncwarp();
   }
   // The last block to get here leaves the counter as it was found.
   if (elected && ptx::atomic_add(&a.counter->finished, 1) == gridDim.x - 1) {
@@ -202,12 +210,12 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
 
 template <class Config>
 __device__ __forceinline__ void load_box(uint32_t shared, const TensorMap& tensor, uint32_t barrier,
-                                         ptx::CachePolicy policy, int rows, int row, int head,
-                                         int batch) {
+                                         int rows, int row, int head, int batch) {
 #pragma unroll
   for (int column = 0; column < Config::kColumns; column += 64) {
-    ptx::tma_load_4d(shared + column / 64 * rows * Config::kRowBytes, &tensor.map, barrier, policy,
-                     column, row, head * tensor.head_step, batch * tensor.batch_step);
+    ptx::tma_load_4d(shared + column / 64 * rows * Config::kRowBytes, &tensor.map, barrier,
+                     ptx::CachePolicy::kEvictLast, column, row, head * tensor.head_step,
+                     batch * tensor.batch_step);
   }
 }
 
@@ -237,9 +245,8 @@ __device__ __forceinline__ void produce(const ForwardArguments& a, ForwardShared
       timeline.step(count, is_k ? ProducerStep::kIssueK : ProducerStep::kIssueV);
       const uint32_t barrier = shared_address(&full[slot.stage]);
       ptx::mbarrier_arrive_expect_tx(barrier, Config::kTileBytes);
-      load_box<Config>(shared_address(buffers[slot.stage]), tensor, barrier,
-                       ptx::CachePolicy::kEvictLast, kBlockN, w.k_row + block * kBlockN, w.head_kv,
-                       w.batch);
+      load_box<Config>(shared_address(buffers[slot.stage]), tensor, barrier, kBlockN,
+                       w.k_row + block * kBlockN, w.head_kv, w.batch);
     };
 
     // K runs one block ahead of V, as the consumers do.
@@ -280,8 +287,14 @@ __device__ __forceinline__ void produce_queries(const ForwardArguments& a,
       if (consumer == 0) timeline.tile(tiles - 1, QueriesTile::kIssue);
       const uint32_t full = shared_address(&s.q_full[q_slot.stage][consumer]);
       ptx::mbarrier_arrive_expect_tx(full, Config::kQBytes);
-      load_box<Config>(shared_address(s.q[q_slot.stage][consumer]), a.q, full,
-                       ptx::CachePolicy::kEvictFirst, 64, row + 64 * consumer, head, batch);
+#pragma unroll
+      for (int column = 0; column < Config::kColumns; column += 64) {
+        ptx::tma_load_5d(
+            shared_address(s.q[q_slot.stage][consumer]) + column / 64 * 64 * Config::kRowBytes,
+            &a.q.map, full, ptx::CachePolicy::kEvictFirst, column, 0,
+            row + a.grouping.query(64 * consumer), (head >> a.grouping.log2) * a.q.head_step,
+            batch * a.q.batch_step);
+      }
     }
   }
   timeline.finish(tiles - 1, 0);

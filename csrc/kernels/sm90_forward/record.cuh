@@ -10,16 +10,18 @@
 #define ATTNSCOPE_EXPORT extern "C" __attribute__((visibility("default")))
 
 // The tile that serves a call: head_dim, block_m, block_n, q_stages, stages, consumers,
-// keep_scores. False where none does.
-ATTNSCOPE_EXPORT bool attnscope_timeline_tile(int head_dim, int rows, int64_t heads, bool causal,
-                                              int* tile) {
+// keep_scores, and how many query heads lie side by side in it. False where none does.
+ATTNSCOPE_EXPORT bool attnscope_timeline_tile(int head_dim, int seqlen_q, int batch, int heads_q,
+                                              int heads_kv, bool causal, int* tile) {
   using namespace attnscope::sm90;
-  const int chosen = choose_forward_tile(head_dim, rows, heads, causal);
+  const Grouping grouping{choose_grouping(seqlen_q, heads_q, heads_kv, batch)};
+  const int64_t heads = int64_t{batch} * (heads_q >> grouping.log2);
+  const int chosen = choose_forward_tile(head_dim, grouping.rows(seqlen_q), heads, causal);
   if (chosen < 0) return false;
   const ForwardTile& t = kForwardTiles[chosen];
-  const int values[] = {t.head_dim, t.block_m,     t.block_n,    t.q_stages,
-                        t.stages,   t.consumers(), t.keep_scores};
-  std::copy_n(values, 7, tile);
+  const int values[] = {t.head_dim, t.block_m,     t.block_n,     t.q_stages,
+                        t.stages,   t.consumers(), t.keep_scores, grouping.rows(1)};
+  std::copy_n(values, 8, tile);
   return true;
 }
 

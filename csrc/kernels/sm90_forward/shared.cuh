@@ -44,13 +44,13 @@ struct ForwardConfig {
 struct alignas(128) Work {
   bool stop;     // no tile: the block is done
   int sequence;  // of the batch
-  int head;      // of q; 0 <= head < heads_q
+  int head;      // of q, the first of those in the tile
   int head_kv;
   int batch;      // of the tensors; 0 when packed
   int q_row;      // of the tensors, where the tile begins
   int k_row;      // of the tensors, where the keys begin
-  int first_row;  // of the sequence, where the tile begins
-  int end_row;    // of the sequence, where it ends
+  int first_row;  // of the sequence, where the tile begins: Grouping
+  int end_row;    // of the sequence, where it ends: Grouping
   int seqlen_k;
   int shift;                           // seqlen_k - seqlen_q
   int first_key;                       // before it no row of the tile sees any
@@ -60,8 +60,9 @@ struct alignas(128) Work {
 
 inline constexpr int kMostTiles = INT_MAX / 2;  // of a call, so that sums of two fit
 
-// The scheduler's place among the tiles.
+// The scheduler's place among the tiles: in shared memory, since its registers are few.
 struct TileQueue {
+  int tiles;        // taken before
   int index;        // of the tile
   int batch;        // packed: of the first of the 32 sequences that are looked at
   int through[33];  // packed: tiles before each of them, and through the last
@@ -87,8 +88,19 @@ struct ForwardShared {
   TileQueue queue;
 };
 
+// Query heads that share a key head may lie side by side in a tile: then a row of the tile is a
+// pair of a query and one of 1 << log2 heads, and a sequence has as many times its queries in rows.
+struct Grouping {
+  int log2;
+
+  __host__ __device__ int rows(int queries) const { return queries << log2; }
+  __host__ __device__ int query(int row) const { return row >> log2; }
+  __host__ __device__ int head(int row) const { return row & ((1 << log2) - 1); }
+};
+
 // [batch, head, row, dim] in boxes of [rows, 64]. A dimension without a stride (an expanded tensor)
-// has size 1 in the map and step 0: its coordinate is always 0.
+// has size 1 in the map and step 0: its coordinate is always 0. Q and O have [batch, group of
+// heads, row, head of the group, dim] in boxes of [rows, heads, 64].
 struct TensorMap {
   CUtensorMap map;
   int head_step;
@@ -101,8 +113,11 @@ struct ForwardArguments {
   ForwardParams params;
   TileOrder order;
   ScoreScales scores;
-  int tiles;   // dense: how many; packed: at most so many
-  bool eager;  // tiles are taken ahead
+  Grouping grouping;
+  int heads;          // of q, groups of them counted once
+  int heads_per_key;  // of q for each of k and v
+  int tiles;          // dense: how many; packed: at most so many
+  bool eager;         // tiles are taken ahead
   bool packed;
   TileCounter* counter;
 };

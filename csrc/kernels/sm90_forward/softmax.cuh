@@ -13,12 +13,14 @@ namespace attnscope::sm90 {
 // (with which the sm_80 kernel would spill).
 template <int kCount>
 __device__ __forceinline__ void mask_scores_by_bits(float (&s)[kCount], const Window& window,
-                                                    int row, int first_key, int seqlen_k) {
+                                                    const Grouping& grouping, int row,
+                                                    int first_key, int seqlen_k) {
   const int first = first_key + threadIdx.x % 4 * 2;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int begin = window.first_key(row + half * 8) - first;
-    const int end = window.end_key(row + half * 8, seqlen_k) - first;
+    const int query = grouping.query(row + half * 8);
+    const int begin = window.first_key(query) - first;
+    const int end = window.end_key(query, seqlen_k) - first;
     // Of the thread's columns 0, 1, 8, 9, 16, 17, .. so many are before a key.
     const auto before = [](int key) { return max(0, key / 8 * 2 + min(key % 8, 2)); };
     const int first_seen = before(begin), end_seen = before(end);

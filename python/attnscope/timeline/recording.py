@@ -152,7 +152,8 @@ class Recording:
         end = np.minimum(first + layout.ROWS, end_row)
         keys = work["seqlen_k"]
         if work["causal"]:
-            keys = np.clip(end + work["seqlen_k"] - work["seqlen_q"], 0, keys)
+            queries = -(-end // tile["heads"])
+            keys = np.clip(queries + work["seqlen_k"] - work["seqlen_q"], 0, keys)
         return np.where(first < end, -(-keys // tile["block_n"]), 0)
 
     def _whole_tiles(self, at: int) -> NDArray[np.int64]:

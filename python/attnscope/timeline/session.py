@@ -32,10 +32,12 @@ def record(work: Workload, device: torch.device, seed: int = 0) -> Recording:
     library, usage, seconds = build(source_tree())
     with torch.cuda.device(device):
         kernel = Instrumented(library)
-        tile = kernel.tile(work.head_dim, work.seqlen_q, work.batch * work.heads_q, work.causal)
+        heads = work.heads_q, work.heads_kv
+        tile = kernel.tile(work.head_dim, work.seqlen_q, work.batch, *heads, work.causal)
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         lanes = layout.CONSUMER + tile["consumers"]
-        tiles = work.batch * work.heads_q * -(-work.seqlen_q // tile["block_m"])
+        rows = work.seqlen_q * tile["heads"]
+        tiles = work.batch * work.heads_q // tile["heads"] * -(-rows // tile["block_m"])
         mean_tiles = -(-tiles // min(tiles, sms))
         per_tile = -(-work.seqlen_k // tile["block_n"])
         tile_rows = min(ROOM * mean_tiles + 2, MOST_TILE_ROWS)
