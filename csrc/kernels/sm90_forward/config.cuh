@@ -24,7 +24,7 @@ struct ForwardTile {
   constexpr int out_stages() const { return columns() > 64 ? 2 : 1; }
   constexpr int threads() const { return 128 * (consumers() + 1); }
   // A thread's registers: what the feeding warps can spare goes to the consumers.
-  constexpr int producer_registers() const { return head_dim == 256 ? 24 : 32; }
+  constexpr int producer_registers() const { return consumers() == 2 ? 24 : 32; }
   constexpr int consumer_registers() const {
     const int launched = 65536 / threads() / 8 * 8;
     const int rest = launched * (consumers() + 1) - producer_registers();
@@ -58,8 +58,7 @@ inline constexpr int kForwardTileCount = sizeof(kForwardTiles) / sizeof(kForward
 inline constexpr int kMaxConsumers = 4;
 inline constexpr int kMultiprocessors = 132;  // of an H100 or H200
 inline constexpr int kEagerKeys = 256;        // up to here tiles are taken ahead
-
-inline constexpr int kGroupedQueries = 64;  // calls of up to so many may have heads grouped
+inline constexpr int kGroupedQueries = 64;    // calls of up to so many may have heads grouped
 
 // The power of two of query heads that lie side by side in a tile: as many as may of those that
 // share a key head, where tiles would else be mostly empty and too many to all run at once. O
@@ -72,9 +71,10 @@ constexpr int choose_grouping(int queries, int heads_q, int heads_kv, long long 
 }
 
 // The row that serves a call of `heads` (over all batch entries) with up to `rows` query rows each:
-// of those for its head dim the first that takes so many rows, or, where that would leave
-// multiprocessors idle, the one with the smallest tile. -1 if none does.
-constexpr int choose_forward_tile(int head_dim, int rows, long long heads, bool causal) {
+// of those for its head dim the first that takes so many rows; or the one with the smallest tile,
+// where that would leave multiprocessors idle, or where heads are grouped. -1 if none does.
+constexpr int choose_forward_tile(int head_dim, int rows, long long heads, bool causal,
+                                  bool grouped) {
   int chosen = -1, smallest = -1;
   for (int i = 0; i < kForwardTileCount; ++i) {
     const ForwardTile& t = kForwardTiles[i];
@@ -86,7 +86,7 @@ constexpr int choose_forward_tile(int head_dim, int rows, long long heads, bool 
   }
   if (chosen < 0) return -1;
   const long long blocks = (rows - 1LL) / kForwardTiles[chosen].block_m + 1;
-  return blocks * heads < kMultiprocessors ? smallest : chosen;
+  return grouped || blocks * heads < kMultiprocessors ? smallest : chosen;
 }
 
 constexpr ForwardTile forward_tile(int head_dim, int block_m) {
@@ -94,6 +94,12 @@ constexpr ForwardTile forward_tile(int head_dim, int block_m) {
     if (head_dim == t.head_dim && block_m == t.block_m) return t;
   }
   return {};
+}
+
+// Whether grouped heads may come to a tile; the others are spared the arithmetic.
+constexpr bool takes_groups(const ForwardTile& tile) {
+  return kForwardTiles[choose_forward_tile(tile.head_dim, 1, 1, false, true)].block_m ==
+         tile.block_m;
 }
 
 }  // namespace attnscope::sm90

@@ -102,7 +102,7 @@ __device__ __forceinline__ void store_output(
   const int lane = threadIdx.x % 32;
   const int first_row = consumer * 64 + threadIdx.x % 128 / 32 * 16;  // in the tile
   const int rows = w.end_row - w.first_row - first_row;
-  const int q_row = w.q_row + a.grouping.query(first_row);
+  const int q_row = w.q_row + grouping<Config>(a).query(first_row);
   if (lane == 0) ptx::tma_store_wait_read<0>();
 
   float inverse[2];
@@ -116,8 +116,8 @@ __device__ __forceinline__ void store_output(
     const int row = lane / 4 + half * 8;
     if (lane % 4 == 0 && row < rows) {
       float* lse = p.lse + int64_t{w.batch} * p.lse_batch_stride +
-                   (w.head + a.grouping.head(row)) * p.lse_head_stride;
-      lse[int64_t{q_row} + a.grouping.query(row)] =
+                   (w.head + grouping<Config>(a).head(row)) * p.lse_head_stride;
+      lse[int64_t{q_row} + grouping<Config>(a).query(row)] =
           empty ? -INFINITY : (f.row_max[half] + ptx::log2_approx(sum)) * 0.6931471805599453f;
     }
   }
@@ -147,8 +147,8 @@ __device__ __forceinline__ void store_output(
     __syncwarp();
     if (copied) {
       if (lane == 0) {
-        ptx::tma_store_5d(&a.out.map, shared + stage, column, 0, q_row, w.head >> a.grouping.log2,
-                          w.batch);
+        ptx::tma_store_5d(&a.out.map, shared + stage, column, 0, q_row,
+                          w.head >> grouping<Config>(a).log2, w.batch);
         ptx::tma_store_commit();
       }
     } else {
@@ -159,8 +159,8 @@ __device__ __forceinline__ void store_output(
         const int row = lane / 8 + i * 4;
         if (row < rows && column + lane % 8 * 8 < p.head_dim_v) {
           Element* out = static_cast<Element*>(p.out) +
-                         (q_row + a.grouping.query(row)) * p.out_stride.row +
-                         (w.head + a.grouping.head(row)) * p.out_stride.head;
+                         (q_row + grouping<Config>(a).query(row)) * p.out_stride.row +
+                         (w.head + grouping<Config>(a).head(row)) * p.out_stride.head;
           *reinterpret_cast<uint4*>(out + column + lane % 8 * 8) = value;
         }
       }
@@ -252,7 +252,7 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
           const int row =
               w.first_row + consumer * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
           mask_scores_by_bits(f.s, {w.shift, a.params.window_left, a.params.window_right},
-                              a.grouping, row, block * kBlockN, w.seqlen_k);
+                              grouping<Config>(a), row, block * kBlockN, w.seqlen_k);
         }
       };
       const auto is_boundary = [&](int block) { return block < full_begin || block >= full_end; };

@@ -156,8 +156,9 @@ cudaError_t launch_chosen(const ForwardParams& p, cudaStream_t stream,
                                        cudaStream_t) = {launch_row<Element, kIndices>...};
   const int head_dim = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
   const Grouping g = grouping(p);
-  const int chosen = choose_forward_tile(head_dim, g.rows(p.seqlen_q),
-                                         int64_t{p.batch} * (p.heads_q >> g.log2), is_causal(p));
+  const int chosen =
+      choose_forward_tile(head_dim, g.rows(p.seqlen_q), int64_t{p.batch} * (p.heads_q >> g.log2),
+                          is_causal(p), g.log2 > 0);
   return chosen < 0 ? cudaErrorInvalidValue : kLaunches[chosen](p, stream);
 }
 

@@ -20,7 +20,7 @@ __device__ __forceinline__ void count_tiles(const ForwardArguments& a, TileQueue
   if (s.batch + lane < a.params.batch) {
     const Segment q =
         segment(a.params.cu_seqlens_q, a.params.total_q, a.params.seqlen_q, s.batch + lane);
-    tiles = (a.grouping.rows(q.length) + Config::kBlockM - 1) / Config::kBlockM * a.heads;
+    tiles = (grouping<Config>(a).rows(q.length) + Config::kBlockM - 1) / Config::kBlockM * a.heads;
   }
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
@@ -60,9 +60,9 @@ __device__ __forceinline__ bool find_tile(const ForwardArguments& a, TileQueue& 
   }
   if (lane == 0) {
     const int batch = tile.head / a.heads;  // 0 in a packed batch
-    w.sequence = sequence + batch;
-    w.head = (tile.head - batch * a.heads) << a.grouping.log2;
-    w.first_row = tile.m_block;  // for describe_tile
+    s.sequence = sequence + batch;
+    s.m_block = tile.m_block;
+    w.head = (tile.head - batch * a.heads) << grouping<Config>(a).log2;
   }
   return true;
 }
@@ -70,30 +70,31 @@ __device__ __forceinline__ bool find_tile(const ForwardArguments& a, TileQueue& 
 // All else about a tile: a lane for each consumer's blocks, and one for those of the tile. By a
 // warp.
 template <class Config>
-__device__ __forceinline__ void describe_tile(const ForwardArguments& a, Work& w) {
+__device__ __forceinline__ void describe_tile(const ForwardArguments& a, const TileQueue& s,
+                                              Work& w) {
   const ForwardParams& p = a.params;
   constexpr int kWhole = Config::kConsumers;  // the tile's lane
   const int lane = ptx::lane();
   const bool own = lane < kWhole;
-  const Segment seg_q = segment(p.cu_seqlens_q, p.total_q, p.seqlen_q, w.sequence);
-  const Segment seg_k = segment(p.cu_seqlens_k, p.total_k, p.seqlen_k, w.sequence);
+  const Segment seg_q = segment(p.cu_seqlens_q, p.total_q, p.seqlen_q, s.sequence);
+  const Segment seg_k = segment(p.cu_seqlens_k, p.total_k, p.seqlen_k, s.sequence);
   const Window window{seg_k.length - seg_q.length, p.window_left, p.window_right};
   // Where tiles do not divide the rows, the first ones have 64 rows less: under a causal mask,
   // where the last tiles see the most keys, those should keep all consumers at work.
   constexpr int kUnits = Config::kConsumers;
-  const int rows = a.grouping.rows(seg_q.length);
+  const int rows = grouping<Config>(a).rows(seg_q.length);
   const int units = (rows + 63) / 64;
   const int missing = (units + kUnits - 1) / kUnits * kUnits - units;
   const auto first_row_of = [&](int m_block) {
     return 64 * (m_block * kUnits - min(m_block, missing));
   };
-  const int m_block = w.first_row;
-  const int first_row = first_row_of(m_block);
-  const int last_row = min(first_row_of(m_block + 1), rows);
+  const int first_row = first_row_of(s.m_block);
+  const int last_row = min(first_row_of(s.m_block + 1), rows);
   const int begin_row = first_row + (own ? 64 * lane : 0);
   const int end_row = min(begin_row + (own ? 64 : Config::kBlockM), last_row);
-  BlockRange range = block_range(window, a.grouping.query(begin_row),
-                                 a.grouping.query(end_row - 1) + 1, seg_k.length, Config::kBlockN);
+  BlockRange range =
+      block_range(window, grouping<Config>(a).query(begin_row),
+                  grouping<Config>(a).query(end_row - 1) + 1, seg_k.length, Config::kBlockN);
   const int tile_begin = __shfl_sync(0xffffffffu, range.begin, kWhole);
   if (own) {
     if (begin_row >= end_row || range.begin >= range.end) range.begin = range.end = tile_begin;
@@ -103,13 +104,13 @@ __device__ __forceinline__ void describe_tile(const ForwardArguments& a, Work& w
     w.range = range;
     w.head_kv = w.head / a.heads_per_key;
     w.batch = seg_q.batch;
-    w.q_row = static_cast<int>(seg_q.row) + a.grouping.query(begin_row);
+    w.q_row = static_cast<int>(seg_q.row) + grouping<Config>(a).query(begin_row);
     w.first_row = begin_row;
     w.end_row = end_row;
     w.k_row = static_cast<int>(seg_k.row);
     w.seqlen_k = seg_k.length;
     w.shift = window.shift;
-    w.first_key = window.first_key(a.grouping.query(begin_row));
+    w.first_key = window.first_key(grouping<Config>(a).query(begin_row));
   }
 }
 
@@ -120,7 +121,8 @@ __device__ __forceinline__ void store_empty(const ForwardArguments& a, const Wor
   const int lane = ptx::lane();
 #pragma unroll 1
   for (int row = 0; row < w.end_row - w.first_row; ++row) {
-    const int64_t query = w.q_row + a.grouping.query(row), head = w.head + a.grouping.head(row);
+    const int64_t query = w.q_row + grouping<Config>(a).query(row),
+                  head = w.head + grouping<Config>(a).head(row);
     auto* out = static_cast<typename Config::Element*>(p.out) +
                 int64_t{w.batch} * p.out_stride.batch + query * p.out_stride.row +
                 head * p.out_stride.head;
@@ -181,7 +183,7 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
       stop = !find_tile<Config>(a, s.queue, w);
       if (stop) break;
       __syncwarp();
-      describe_tile<Config>(a, w);
+      describe_tile<Config>(a, s.queue, w);
       __syncwarp();
       if (w.range.begin < w.range.end) break;
       store_empty<Config>(a, w);
@@ -292,8 +294,8 @@ __device__ __forceinline__ void produce_queries(const ForwardArguments& a,
         ptx::tma_load_5d(
             shared_address(s.q[q_slot.stage][consumer]) + column / 64 * 64 * Config::kRowBytes,
             &a.q.map, full, ptx::CachePolicy::kEvictFirst, column, 0,
-            row + a.grouping.query(64 * consumer), (head >> a.grouping.log2) * a.q.head_step,
-            batch * a.q.batch_step);
+            row + grouping<Config>(a).query(64 * consumer),
+            (head >> grouping<Config>(a).log2) * a.q.head_step, batch * a.q.batch_step);
       }
     }
   }

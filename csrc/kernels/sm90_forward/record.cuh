@@ -16,7 +16,8 @@ ATTNSCOPE_EXPORT bool attnscope_timeline_tile(int head_dim, int seqlen_q, int ba
   using namespace attnscope::sm90;
   const Grouping grouping{choose_grouping(seqlen_q, heads_q, heads_kv, batch)};
   const int64_t heads = int64_t{batch} * (heads_q >> grouping.log2);
-  const int chosen = choose_forward_tile(head_dim, grouping.rows(seqlen_q), heads, causal);
+  const int chosen =
+      choose_forward_tile(head_dim, grouping.rows(seqlen_q), heads, causal, grouping.log2 > 0);
   if (chosen < 0) return false;
   const ForwardTile& t = kForwardTiles[chosen];
   const int values[] = {t.head_dim, t.block_m,     t.block_n,     t.q_stages,

@@ -33,6 +33,7 @@ struct ForwardConfig {
   static constexpr int kTileBytes = 2 * kBlockN * kColumns;  // of K or V
   static constexpr int kRowBytes = 128;  // one swizzled row of a 64-element column block
   static constexpr bool kKeepScores = kTile.keep_scores;
+  static constexpr bool kTakesGroups = takes_groups(kTile);
 
   static_assert(kTile.head_dim == kHeadDim, "the tile table has no such row");
   static_assert(kHeadDim % 16 == 0, "a product is 16 deep");
@@ -42,9 +43,8 @@ struct ForwardConfig {
 
 // One tile of query rows, worked out once for all roles.
 struct alignas(128) Work {
-  bool stop;     // no tile: the block is done
-  int sequence;  // of the batch
-  int head;      // of q, the first of those in the tile
+  bool stop;  // no tile: the block is done
+  int head;   // of q, the first of those in the tile
   int head_kv;
   int batch;      // of the tensors; 0 when packed
   int q_row;      // of the tensors, where the tile begins
@@ -64,6 +64,8 @@ inline constexpr int kMostTiles = INT_MAX / 2;  // of a call, so that sums of tw
 struct TileQueue {
   int tiles;        // taken before
   int index;        // of the tile
+  int sequence;     // that it is of
+  int m_block;      // and which of its tiles it is
   int batch;        // packed: of the first of the 32 sequences that are looked at
   int through[33];  // packed: tiles before each of them, and through the last
 };
@@ -121,6 +123,11 @@ struct ForwardArguments {
   bool packed;
   TileCounter* counter;
 };
+
+template <class Config>
+__device__ __forceinline__ Grouping grouping(const ForwardArguments& a) {
+  return Config::kTakesGroups ? a.grouping : Grouping{0};
+}
 
 // Use number `count` of a ring of buffers: which buffer, and the parity of its barriers' phase.
 template <int kStages>
