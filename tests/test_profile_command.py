@@ -226,6 +226,20 @@ def test_output_holds_tables_page_and_trace(name: str, tmp_path: Path) -> None:
     assert operators["self_gpu_us"].sum() == pytest.approx(kernels["total_us"].sum())
 
 
+def test_a_trace_in_the_output_folder_is_kept(tmp_path: Path) -> None:
+    path = write_trace(
+        tmp_path / "trace.json", op("a", 0, 50), launch(1, 10), kernel(1, 30, 40, "mine")
+    )
+    before = path.read_bytes()
+    code, out = run("--trace", str(path), "--output", str(tmp_path))
+    assert code == 0, out
+    assert "trace.json is the trace that was read: it stays as it is" in " ".join(out.split())
+    assert path.read_bytes() == before
+    wrote = next(line for line in out.splitlines() if line.startswith("wrote "))
+    assert "trace.json" not in wrote and "links.csv" in wrote
+    assert (tmp_path / "profile.json").exists() and (tmp_path / "kernels.csv").exists()
+
+
 def test_output_that_cannot_be_written_is_one_line_and_code_1(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     path = str(RECORDED / "raw.json.gz")

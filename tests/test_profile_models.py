@@ -170,8 +170,8 @@ def test_attention_of_a_layer_as_a_workload() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("impl", ["naive", "sdpa-flash", "sdpa-cudnn", "cuda", "triton"])
 def test_models_on_a_gpu_own_all_their_kernels(impl: str, tmp_path: Path) -> None:
-    from attnscope.profile.model_report import check_record
     from attnscope.profile.model_run import Run, measure
+    from attnscope.profile.records import check_record
 
     config = ModelConfig(d_model=256, d_ff=1024, layers=2, heads=4, context=256)
     record = measure(Run(name="two layers", config=config, impl=impl))

@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,9 +15,15 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from attnscope.bench.impls import ALIASES, DEFAULTS
+from attnscope.bench.impls import ALIASES, DEFAULTS, IMPLS
 from attnscope.profile.attached import attached_tool
-from attnscope.profile.attention_command import attention_command
+from attnscope.profile.attention_command import (
+    BACKWARD,
+    Pass,
+    _backward,
+    _measure,
+    attention_command,
+)
 from attnscope.profile.model_command import lm_command, pair_command
 
 ROOT = Path(__file__).parent.parent
@@ -69,7 +77,7 @@ def test_profile_kernels_writes_tables_memory_and_a_trace(tmp_path: Path) -> Non
     calls = {row["name"]: row["calls"] for row in content["tables"]["operators"]}
     assert calls["aten::scaled_dot_product_attention"] == 3
     stages = {row["path"]: row["calls"] for row in content["tables"]["stages"]}
-    assert stages == {"measure": 1}
+    assert stages == {"measure": 1, "measure/sdpa-flash-forward": 1}
     assert "traceEvents" in json.loads((output / "trace.json").read_text())
 
 
@@ -87,8 +95,60 @@ def test_profile_kernels_leaves_the_profiler_off_under_a_tool(
     )  # fmt: skip
     assert code == 0, said
     assert f"{next(iter(environment))} is set): PyTorch's profiler stays off" in said
-    assert "ran 10 calls in the range 'measure'" in said
+    assert "ran 10 calls in each NVTX range of the domain 'attnscope': cpu-forward" in said
     assert not output.exists()
+
+
+def test_profile_kernels_has_a_range_for_each_impl_and_pass(tmp_path: Path) -> None:
+    code, said = script(
+        "profile_kernels.py", "--seq-len", "32", "--impl", "flash,naive,cpu", "--backward",
+        "--device", "cpu", "--iterations", "2", "--output", str(tmp_path),
+    )  # fmt: skip
+    assert code == 0, said
+    assert "cpu has no backward: attnscope::forward has no backward yet\n" in said
+    tables = json.loads((tmp_path / "profile.json").read_text())["tables"]
+    assert {row["path"] for row in tables["stages"]} == {
+        "measure", "measure/sdpa-flash-forward", "measure/sdpa-flash-backward",
+        "measure/naive-forward", "measure/naive-backward", "measure/cpu-forward",
+    }  # fmt: skip
+    calls = {row["name"]: row["calls"] for row in tables["operators"]}
+    assert calls["aten::_scaled_dot_product_flash_attention_for_cpu_backward"] == 2
+
+
+@pytest.mark.gpu
+def test_a_backward_pass_launches_from_the_thread_of_its_range() -> None:
+    """NVTX ranges, and the filters of ncu and nsys, are of one thread."""
+    threads = []
+    x = torch.ones(4, device="cuda", requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: threads.append(threading.get_ident()))
+    call = _backward(y * 3, [x])
+    assert not isinstance(call, str)
+    _measure([Pass(IMPLS["naive"], BACKWARD, call)], 2)
+    assert threads == [threading.get_ident()] * 3
+
+
+def recorder(tmp_path: Path) -> Path:
+    tool = tmp_path / "recorder.so"
+    source = Path(__file__).parent / "nvtx_recorder.cpp"
+    subprocess.run(["g++", "-shared", "-fPIC", "-o", tool, source], check=True)
+    return tool
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiles a small tool")
+def test_the_ranges_of_profile_kernels_are_registered_in_one_domain(tmp_path: Path) -> None:
+    code, said = script(
+        "profile_kernels.py", "--seq-len", "32", "--impl", "flash", "--backward", "--device", "cpu",
+        "--iterations", "1", "--no-profile", NVTX_INJECTION64_PATH=str(recorder(tmp_path)),
+    )  # fmt: skip
+    assert code == 0, said
+    nvtx = [line.split() for line in said.splitlines() if line.startswith(("push ", "pop "))]
+    assert all(line[1] == "attnscope" for line in nvtx)
+    assert all(line[2] == "registered" for line in nvtx if line[0] == "push")
+    assert [line[3] if line[0] == "push" else "pop" for line in nvtx] == [
+        "warmup", "pop",
+        "measure", "sdpa-flash-forward", "pop", "sdpa-flash-backward", "pop", "pop",
+    ]  # fmt: skip
 
 
 def test_profile_kernels_without_a_profile(tmp_path: Path) -> None:
@@ -244,3 +304,17 @@ def test_profile_kernels_on_a_gpu(impl: str, tmp_path: Path) -> None:
     assert content["attribution"]["share"] == 1.0
     assert content["incomplete"] is None
     assert (tmp_path / "kernels.csv").exists()
+
+
+@pytest.mark.gpu
+def test_backward_passes_on_a_gpu_are_in_their_range(tmp_path: Path) -> None:
+    code, said = script(
+        "profile_kernels.py", "--impl", "cuda,flash", "--backward", "--output", str(tmp_path)
+    )
+    assert code == 0, said
+    assert "cuda has no backward: " in said
+    rows = json.loads((tmp_path / "profile.json").read_text())["tables"]["stages"]
+    kernels = {row["path"]: row["kernels"] for row in rows}
+    assert kernels["measure/cuda-forward"] == 10
+    assert kernels["measure/sdpa-flash-backward"] >= 20
+    assert kernels["measure"] == sum(kernels[path] for path in kernels if "/" in path)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from trace_files import RECORDED, RECORDINGS, cpu, kernel, launch, named, op, write_trace
 
-from attnscope.profile import jsonstream
+from attnscope.profile import Profile, jsonstream
 from attnscope.profile.trace import SENTINEL, WAIT, Trace
 
 
@@ -81,6 +81,21 @@ def test_details_of_a_kernel_are_those_of_the_recording() -> None:
     assert [c.bytes for c in trace.copies] == [32768]
     mm = next(e for e in recording("train").cpu if e.name == "aten::mm" and e.shapes)
     assert len(mm.shapes or ()) == 2 and mm.dtypes == ("c10::BFloat16",) * 2
+
+
+@pytest.mark.parametrize("bad", ["NaN", "Infinity", "-Infinity", "1e999", "null"])
+def test_a_number_that_is_none_is_missing(bad: str, tmp_path: Path) -> None:
+    about = {"blocks per SM": -1, "warps per SM": -1, "est. achieved occupancy %": -1}
+    path = write_trace(
+        tmp_path / "t.json", op("a", 0, 9), launch(1, 2), kernel(1, 5, 6, **about),
+        deviceProperties=[{"name": "NVIDIA H200", "odd": -1}],
+    )  # fmt: skip
+    path.write_text(path.read_text().replace("-1", bad))
+    (one,) = Trace.read(path).kernels
+    assert (one.blocks_per_sm, one.warps_per_sm, one.occupancy) == (None, None, None)
+    Profile.read(path).to_json(tmp_path / "p.json")
+    (device,) = json.loads((tmp_path / "p.json").read_text(), parse_constant=pytest.fail)["devices"]
+    assert device == {"name": "NVIDIA H200", "odd": None}
 
 
 def test_allocations_are_read_where_they_were_recorded() -> None:

@@ -146,8 +146,14 @@ class CudaGraph:
     def _captured(self, call: Call) -> torch.cuda.CUDAGraph:
         if call not in self._graphs:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                call()
+            try:
+                with torch.cuda.graph(graph):
+                    call()
+            except Exception:
+                # A capture that fails leaves the generator waiting for its end.
+                generator = torch.cuda.default_generators[torch.cuda.current_device()]
+                generator.graphsafe_set_state(generator.clone_state())
+                raise
             self._graphs[call] = graph
         return self._graphs[call]
 

@@ -1,19 +1,26 @@
-"""The command of profiling/profile_kernels.py: one attention impl, profiled by whoever is there."""
+"""The command of profiling/profile_kernels.py: attention impls, profiled by whoever is there.
+
+Each impl and pass runs in an NVTX range of its own, `<impl>-forward` or `<impl>-backward` of the
+domain `attnscope`, inside `measure`; the warm-up is in none of them. ncu and nsys select by these.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnscope.bench.command import SHAPE, bad_input, pick_device
+from attnscope.bench.command import SHAPE, bad_input, pick_device, split
 from attnscope.bench.show import say
 from attnscope.bench.workloads import DTYPE_SHORT, Workload
 from attnscope.profile.attached import attached_tool
+from attnscope.profile.command import write_all
 from attnscope.profile.session import annotate, profile, synchronize
 from attnscope.profile.tables import ProfileError
-from attnscope.ranges import MEASURE, WARMUP
+from attnscope.ranges import DOMAIN, MEASURE, WARMUP
 
 if TYPE_CHECKING:
     import torch
@@ -23,13 +30,28 @@ if TYPE_CHECKING:
 
 WARMUP_CALLS = 3
 RETRIES = 2
+FORWARD, BACKWARD = "forward", "backward"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward or backward pass of an impl, ready to be called."""
+
+    impl: Impl
+    kind: str  # FORWARD or BACKWARD
+    call: Callable[[], Any]
+
+    @property
+    def range(self) -> str:
+        """The name of its range."""
+        return f"{self.impl.name}-{self.kind}"
 
 
 def attention_command(
     seq_len: Annotated[int, typer.Option(min=1, help="Length of queries and keys.")] = 512,
     impl: Annotated[
         str | None,
-        typer.Option(help="Impl or alias: cuda, triton, flash, naive ...; left out, cuda or cpu."),
+        typer.Option(help="Impls or aliases: cuda,triton,flash ...; left out, cuda or cpu."),
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences.")] = None,
     heads: Annotated[int | None, typer.Option(min=1, help="Query heads.")] = None,
@@ -37,7 +59,10 @@ def attention_command(
     head_dim: Annotated[int | None, typer.Option(min=1, help="Head dim.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or fp64.")] = None,
     causal: Annotated[bool, typer.Option("--causal/--no-causal", help="Causal mask.")] = True,
-    iterations: Annotated[int, typer.Option(min=1, help="Calls that are recorded.")] = 10,
+    backward: Annotated[
+        bool, typer.Option("--backward", help="Run backward passes too, of impls that have one.")
+    ] = False,
+    iterations: Annotated[int, typer.Option(min=1, help="Calls of each pass.")] = 10,
     output: Annotated[
         Path, typer.Option(help="Folder for tables, memory data, page and chrome trace.")
     ] = Path("profile_output"),
@@ -47,45 +72,48 @@ def attention_command(
     seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
     device: Annotated[str | None, typer.Option(help="cuda, cpu; left out, a GPU if any.")] = None,
 ) -> None:
-    """Run an impl in the ranges warmup and measure, and profile the second.
+    """Run impls in the ranges warmup and measure, and profile the second.
 
-    Under nsys, ncu or compute-sanitizer PyTorch's profiler stays off by itself. Exit codes: 1 the
-    profile is not whole or not of this impl, 2 bad input.
+    Inside measure each impl and pass has a range, such as cuda-forward. Under nsys, ncu or
+    compute-sanitizer PyTorch's profiler stays off by itself. Exit codes: 1 the profile is not whole
+    or not of these impls, 2 bad input.
     """
-    from attnscope.bench.impls import Unsupported, resolve
+    from attnscope.bench.impls import resolve
 
     with bad_input("profile_kernels"):
         where = pick_device(device)
-        (one,) = resolve([impl or where.type])
+        impls = resolve(split(impl or where.type))
         shape: dict[str, Any] = dict(SHAPE[where.type]) | {"seqlen": seq_len, "causal": causal}
         long = {short: name for name, short in DTYPE_SHORT.items()}
         given = {"batch": batch, "heads_q": heads, "heads_kv": kv_heads, "head_dim": head_dim}
         given["dtype"] = long.get(str(dtype), dtype)  # type: ignore[assignment]
         shape |= {key: value for key, value in given.items() if value is not None}
         work = Workload.of(**shape)
-        try:
-            call = _prepare(one, work, seed, where)
-        except Unsupported as refusal:
-            raise ValueError(f"impl: {one.name} cannot do {work.id}: {refusal}") from None
-        if not (no_profile or attached_tool()):
+        passes = [one for each in impls for one in _prepare(each, work, seed, where, backward)]
+        if not passes:
+            raise ValueError(f"impl: {impl!r} names none")
+        tool = attached_tool()
+        if not (no_profile or tool):
             make_folder(output)
-    say(f"{one.name}, {work.id}, {where}")
-    if tool := attached_tool():
+    name = ", ".join(each.name for each in impls)
+    say(f"{name}, {work.id}, {where}")
+    if tool:
         say(f"runs under {tool[0]} ({tool[1]}): PyTorch's profiler stays off")
-        no_profile = True
     with annotate(WARMUP):
-        for _ in range(WARMUP_CALLS):
-            call()
+        for one in passes:
+            for _ in range(WARMUP_CALLS):
+                one.call()
         synchronize()
-    if no_profile:
-        _measure(call, iterations)
-        say(f"ran {iterations} calls in the range {MEASURE!r}")
+    if no_profile or tool:
+        _measure(passes, iterations)
+        ranges = ", ".join(one.range for one in passes)
+        say(f"ran {iterations} calls in each NVTX range of the domain {DOMAIN!r}: {ranges}")
         return
     try:
-        found = _record(one.name, call, iterations)
-        _prove(one, found, where)
+        found = _record(name, passes, iterations)
+        _prove(passes, found, where)
         found.print()
-        _write(found, output)
+        write_all(found, output)
     except ProfileError as error:
         say(f"profile_kernels: {error}", "red")
         raise typer.Exit(1) from None
@@ -99,44 +127,84 @@ def make_folder(path: Path) -> None:
         raise ValueError(f"output: {path}: {error.strerror}") from None
 
 
-def _prepare(impl: Impl, work: Workload, seed: int, device: torch.device) -> Any:
-    """A callable that runs the impl once. Raises Unsupported where it cannot."""
+def _prepare(
+    impl: Impl, work: Workload, seed: int, device: torch.device, backward: bool
+) -> list[Pass]:
+    """The passes of an impl; without a backward, which is said, the forward alone.
+
+    Raises ValueError where the impl cannot do the workload.
+    """
     from attnscope.bench.impls import Unsupported
 
-    if why := impl.cannot(work, device):
-        raise Unsupported(why)
-    return impl.make(work, work.inputs(device, seed))
+    inputs = work.inputs(device, seed)
+    qkv = [t.requires_grad_(backward) for t in inputs[:3]]
+    try:
+        if why := impl.cannot(work, device):
+            raise Unsupported(why)
+        passes = [Pass(impl, FORWARD, impl.make(work, inputs))]
+    except Unsupported as refusal:
+        raise ValueError(f"impl: {impl.name} cannot do {work.id}: {refusal}") from None
+    if not backward:
+        return passes
+    call = _backward(passes[0].call()[0], qkv)
+    if isinstance(call, str):
+        say(f"{impl.name} has no backward: {call}")
+        return passes
+    return [*passes, Pass(impl, BACKWARD, call)]
 
 
-def _measure(call: Any, iterations: int) -> None:
-    with annotate(MEASURE):
-        for _ in range(iterations):
+def _backward(out: torch.Tensor, qkv: Sequence[torch.Tensor]) -> Callable[[], Any] | str:
+    """A callable that runs the backward of a forward pass as often as wanted, or why there is
+    none."""
+    import torch
+
+    grad = torch.randn_like(out)
+
+    def call() -> Any:
+        return torch.autograd.grad(out, qkv, grad, retain_graph=True)
+
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
             call()
-        synchronize()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # packages without a backward fail in many ways
+        return str(error).partition("\n")[0].partition(";")[0] or type(error).__name__
+    return call
 
 
-def _record(name: str, call: Any, iterations: int) -> Profile:
+def _measure(passes: Sequence[Pass], iterations: int) -> None:
+    import torch
+
+    # NVTX ranges are of one thread: backward must not launch its kernels from another.
+    with annotate(MEASURE), torch.autograd.set_multithreading_enabled(False):
+        for one in passes:
+            with annotate(one.range):
+                for _ in range(iterations):
+                    one.call()
+                synchronize()
+
+
+def _record(name: str, passes: Sequence[Pass], iterations: int) -> Profile:
     recorded = profile(name, warmup=2, retries=RETRIES, memory=True)(_measure)
-    recorded(call, iterations)
+    recorded(passes, iterations)
     return recorded.profile
 
 
-def _prove(impl: Impl, found: Profile, device: torch.device) -> None:
-    """Raises ProfileError where the kernels (on a CPU: the ops) are not those of the impl."""
-    if device.type == "cuda":
-        names = [kernel.name for kernel in found.trace.kernels]
-    else:
-        names = [event.name for event in found.trace.cpu if event.kind == "op"]
-    if why := impl.unproved(list(dict.fromkeys(names)), device.type):
-        raise ProfileError(why)
-
-
-def _write(found: Profile, folder: Path) -> None:
-    from attnscope.profile.export import write_csv
-
-    write_csv(found, folder)
-    found.to_json(folder / "profile.json")
-    found.to_html(folder / "profile.html")
-    found.export_chrome_trace(folder / "trace.json")
-    names = ", ".join(sorted(path.name for path in folder.iterdir()))
-    say(f"wrote {names} in {folder}")
+def _prove(passes: Sequence[Pass], found: Profile, device: torch.device) -> None:
+    """Raises ProfileError where the kernels (on a CPU: the ops) of a forward pass are not those of
+    its impl."""
+    trace = found.trace
+    events: Sequence[Any] = trace.kernels
+    if device.type != "cuda":
+        events = [event for event in trace.cpu if event.kind == "op"]
+    for one in passes:
+        if one.kind != FORWARD:
+            continue
+        names = [
+            event.name
+            for event in events
+            if any(outer.name == one.range for outer in found.attribution.ranges(event))
+        ]
+        if why := one.impl.unproved(list(dict.fromkeys(names)), device.type):
+            raise ProfileError(why)

@@ -76,7 +76,7 @@ def profile_command(
         try:
             found.print(top=top, sort=sort, full_names=full_names)
             if output is not None and not found.empty:
-                _write(found, output)
+                write_all(found, output)
         except (ProfileError, OSError) as error:
             say(f"profile: {error}", "red")
             code = code or 1
@@ -141,14 +141,24 @@ def _record(run: _Script, retries: int, options: dict[str, bool]) -> tuple[Profi
     return found, code
 
 
-def _write(found: Profile, folder: Path) -> None:
-    """Every table as CSV, everything as JSON, the page, and the chrome trace."""
+def write_all(found: Profile, folder: Path) -> None:
+    """Every table as CSV, everything as JSON, the page, and the chrome trace.
+
+    A trace that was read from the folder as `trace.json` stays as it is.
+    """
     from attnscope.profile.export import write_csv
 
-    write_csv(found, folder)
+    written = write_csv(found, folder)
     if len(links := found.links()):
-        links.to_csv(folder / "links.csv", index=False)
-    found.to_json(folder / "profile.json")
-    found.to_html(folder / "profile.html")
-    found.export_chrome_trace(folder / "trace.json")
-    say(f"wrote {', '.join(sorted(path.name for path in folder.iterdir()))} in {folder}")
+        written.append(folder / "links.csv")
+        links.to_csv(written[-1], index=False)
+    for name, write in (("profile.json", found.to_json), ("profile.html", found.to_html)):
+        written.append(folder / name)
+        write(written[-1])
+    copy = folder / "trace.json"
+    if copy.exists() and copy.samefile(found.source):
+        say(f"{copy} is the trace that was read: it stays as it is", "yellow")
+    else:
+        written.append(copy)
+        found.export_chrome_trace(copy)
+    say(f"wrote {', '.join(sorted(path.name for path in written))} in {folder}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -17,9 +18,9 @@ class Number(str):
 
 
 def plain(value: Any) -> Any:
-    """A JSON value with its decimal numbers as floats."""
+    """A JSON value with its decimal numbers as floats, None for one that no float holds."""
     if isinstance(value, Number):
-        return float(value)
+        return number if math.isfinite(number := float(value)) else None
     if isinstance(value, list):
         return [plain(item) for item in value]
     if isinstance(value, dict):
@@ -30,8 +31,9 @@ def plain(value: Any) -> Any:
 def members(file: IO[str], path: Path, key: str) -> Iterator[tuple[str, Any]]:
     """Keys and values of the object in a file; of the list under `key`, item by item.
 
-    Decimal numbers come as `Number`. Raises ValueError, naming `path` and the place, for text that
-    is cut off, is not JSON, or is no object with a list under `key`.
+    Decimal numbers come as `Number`; NaN and Infinity, which are not JSON, as None. Raises
+    ValueError, naming `path` and the place, for text that is cut off, is not JSON, or is no object
+    with a list under `key`.
     """
     text = _Text(file, path)
     text.expect("{", f"an object with {key}")
@@ -65,7 +67,9 @@ class _Text:
 
     def __init__(self, file: IO[str], path: Path) -> None:
         self.file, self.path = file, path
-        self.decoder = json.JSONDecoder(parse_float=Number, strict=False)
+        self.decoder = json.JSONDecoder(
+            parse_float=Number, parse_constant=lambda token: None, strict=False
+        )
         self.text, self.at, self.before = "", 0, 0
 
     def more(self) -> bool:

@@ -73,7 +73,7 @@ def lm_command(
     from attnscope.profile.records import checked
 
     results = _measure(runs, output / "lm.json", timeout, where, resume)
-    _finish(lambda: model_report(results.rows, results.env), output / "lm")
+    finish("profile_model", lambda: model_report(results.rows, results.env), output / "lm")
     statuses = {checked(record)["status"] for record in results.rows}
     if "refused" in statuses or "ok" not in statuses:
         raise typer.Exit(1)
@@ -102,7 +102,7 @@ def pair_command(
         ways = recipes(fused.name, batch, larger_batch)
         todo = runs(_config(model, context), ways, where)
     results = _measure(todo, output / "pair.json", timeout, where)
-    _finish(lambda: pair_report(results.rows, results.env), output / "pair")
+    finish("profile_model", lambda: pair_report(results.rows, results.env), output / "pair")
 
 
 def _config(name: str, context: int) -> ModelConfig:
@@ -142,11 +142,12 @@ def _measure(
     return results
 
 
-def _finish(report: Callable[[], Document], stem: Path) -> None:
+def finish(command: str, report: Callable[[], Document], stem: Path) -> None:
+    """Show a report and write it beside its records; exit code 1 where it cannot be true."""
     try:
         document = report()
     except (ProfileError, ValueError) as error:
-        say(f"profile_model: {error}", "red")
+        say(f"{command}: {error}", "red")
         raise typer.Exit(1) from None
     document.print()
     document.write_markdown(stem.with_suffix(".md"))

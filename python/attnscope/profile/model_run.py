@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from attnscope.profile.attached import attached_tool
 from attnscope.profile.attribution import Attribution, busy_ns
@@ -55,6 +55,16 @@ class Run:
         shape = asdict(self.config) | {"parameters": self.config.parameters}
         how = {"impl": self.impl, "precision": self.precision, "batch": self.batch}
         return {"model": self.name, **how, **shape}
+
+
+class Keyed(Protocol):
+    """What is run: anything that says what tells its record from others."""
+
+    @property
+    def key(self) -> Record: ...
+
+
+R = TypeVar("R", bound=Keyed)
 
 
 def measure(run: Run) -> Record:
@@ -221,14 +231,14 @@ def run_all(
         same = [i for i, old in enumerate(results.rows) if run.key.items() <= old.items()]
         if any(checked(results.rows[i])["status"] in ("ok", "skipped") for i in same):
             continue
-        record = run_apart(run, timeout_s)
+        record = run_apart(run, timeout_s, measure)
         at = same[0] if same else len(results.rows)
         results.rows[at : at + 1] = [record]
         results.save()
         on_done(record)
 
 
-def run_apart(run: Run, timeout_s: float, measure: Callable[[Run], Record] = measure) -> Record:
+def run_apart(run: R, timeout_s: float, measure: Callable[[R], Record]) -> Record:
     """`measure` in a process of its own; a record in any case, also where that process dies.
 
     Processes are forked from a server that has PyTorch loaded and has not touched the GPU.
@@ -254,7 +264,7 @@ def run_apart(run: Run, timeout_s: float, measure: Callable[[Run], Record] = mea
     return run.key | {"status": "failed", "reason": reason}
 
 
-def _child(measure: Callable[[Run], Record], run: Run, sender: Connection) -> None:
+def _child(measure: Callable[[R], Record], run: R, sender: Connection) -> None:
     from attnscope.bench.impls import Unsupported
     from attnscope.bench.runner import explain
 

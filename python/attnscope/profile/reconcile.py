@@ -18,6 +18,8 @@ from attnscope.profile.trace import GpuEvent
 if TYPE_CHECKING:
     import pandas
 
+    from attnscope.profile.result import Profile
+
 # Of the reference; clocks and caches move a kernel by as much from one run to the next.
 TOLERANCE = 0.03
 # Between the end of a kernel and the start of the next of its stream pass about 1 us.
@@ -59,12 +61,18 @@ class Work:
 
 
 def reconcile(
-    fn: Call, *, samples: int = 30, tolerance: float = TOLERANCE, warmup: int = 3
+    fn: Call,
+    *,
+    samples: int = 30,
+    tolerance: float = TOLERANCE,
+    warmup: int = 3,
+    recorded: Profile | None = None,
 ) -> pandas.DataFrame:
     """Time `fn` on the current CUDA device by torch's profiler, CUDA events and a CUDA graph.
 
-    All tools see a warm L2. For the columns see `compare`; the profiler is the reference. A call
-    that cannot be captured into a graph has a row with the reason.
+    All tools see a warm L2. For the columns see `compare`; the profiler is the reference:
+    `recorded`, as from `record_calls`, or a profile made here. A call that cannot be captured into
+    a graph has a row with the reason.
 
     Raises ValueError without a CUDA device or where `fn` runs nothing on it, ProfileError where the
     profiler lost events; an exception of `fn` is passed on.
@@ -81,7 +89,7 @@ def reconcile(
     timed = time_interleaved({"fn": [fn], "empty": [_nothing]}, make_timer(device, events), events)
     if timed["fn"].error is not None:
         raise timed["fn"].error
-    work = _profiled(fn, samples, warmup)
+    work = work_of_calls((recorded or record_calls(fn, samples, warmup, shapes=False)).attribution)
     replayed = time_interleaved({"fn": [fn]}, make_timer(device, graph), graph)["fn"]
     pair = max(PAIR_US, 1e3 * median(timed["empty"].samples_ms or [0.0]))
     return compare(measurements(work, timed["fn"], replayed, pair), tolerance)
@@ -162,20 +170,20 @@ def _nothing() -> None:
     pass
 
 
-def _profiled(fn: Call, samples: int, warmup: int) -> Work:
-    """GPU work of each of the calls, from one profile of them all."""
+def record_calls(fn: Call, samples: int, warmup: int = 3, **options: bool) -> Profile:
+    """A profile of `samples` calls, each in a range CALL; options as of `profile`."""
     import torch
 
     from attnscope.profile.session import profile
 
-    @profile(CALL, warmup=warmup, shapes=False)
+    @profile(CALL, warmup=warmup, **options)
     def calls() -> None:
         for _ in range(samples):
             with torch.profiler.record_function(CALL):
                 fn()
 
     calls()
-    return work_of_calls(calls.profile.attribution)
+    return calls.profile
 
 
 def work_of_calls(attribution: Attribution) -> Work:

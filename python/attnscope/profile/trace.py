@@ -8,6 +8,7 @@ copies of user ranges ("gpu_user_annotation") and metadata events are not kept: 
 from __future__ import annotations
 
 import gzip
+import math
 import os
 import zlib
 from bisect import bisect_right
@@ -248,7 +249,8 @@ class _Builder:
     ) -> GpuEvent:
         def real(key: str) -> float | None:
             value = arguments.get(key)
-            return None if value is None else float(value)
+            number = math.nan if value is None else float(value)
+            return number if math.isfinite(number) else None
 
         return GpuEvent(
             kind,

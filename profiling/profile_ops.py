@@ -1,0 +1,11 @@
+"""Hold the operator table against the raw trace and CUDA events, for our ops and their peers:
+
+python profiling/profile_ops.py --output docs/reports/h200
+"""
+
+import typer
+
+from attnscope.profile.ops_command import ops_command
+
+if __name__ == "__main__":
+    typer.run(ops_command)

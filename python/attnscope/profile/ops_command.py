@@ -1,0 +1,52 @@
+"""The command of profiling/profile_ops.py."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from attnscope.bench.command import bad_input, pick_device
+from attnscope.bench.show import say
+from attnscope.profile.attached import attached_tool
+from attnscope.profile.attention_command import make_folder
+from attnscope.profile.model_command import Device, Output, finish
+
+COMMAND = "profile_ops"
+
+
+def ops_command(output: Output = Path("attribution_report"), device: Device = None) -> None:
+    """Hold the operator table against raw kernels and CUDA events, for our ops and their peers.
+
+    Exit codes: 1 a row misses a bar, failed, or nothing could be measured, 2 bad input.
+    """
+    with bad_input(COMMAND):
+        import torch
+
+        from attnscope.bench.store import Results, environment
+        from attnscope.profile.ops_report import attribution_report, missed
+        from attnscope.profile.ops_run import CALLS, measure_all
+
+        where = pick_device(device)
+        if where.type != "cuda":
+            raise ValueError("device: needs a CUDA device: it is GPU time that is accounted for")
+        if tool := attached_tool():
+            raise ValueError(f"runs under {tool[0]} ({tool[1]}); run it without")
+        make_folder(output)
+        torch.cuda.set_device(where)
+        settings = {"calls": CALLS}
+        results = Results.create(output / "attribution.json", environment(where, settings), False)
+    started = time.perf_counter()
+
+    def told(record: dict[str, Any]) -> None:
+        why = f": {record['reason']}" if record["reason"] else ""
+        name = f"{record['call']}, {record['start']}"
+        say(f"{time.perf_counter() - started:6.1f} s  {name}: {record['status']}{why}")
+
+    measure_all(results, where, told)
+    finish(COMMAND, lambda: attribution_report(results.rows, results.env), output / "attribution")
+    measured = any(record["status"] == "ok" for record in results.rows)
+    if not measured or any(map(missed, results.rows)):
+        raise typer.Exit(1)

@@ -1,0 +1,69 @@
+"""The command of profiling/profile_transformers.py."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attnscope.bench.command import bad_input, pick_device
+from attnscope.bench.show import say
+from attnscope.profile.attention_command import make_folder
+from attnscope.profile.model_command import Device, Output, finish
+from attnscope.profile.records import Record
+
+COMMAND = "profile_transformers"
+Size = Annotated[int, typer.Option(min=1)]
+
+
+def transformers_command(
+    output: Output = Path("transformers_report"),
+    layers: Size = 8,
+    hidden: Size = 1024,
+    heads: Size = 16,
+    kv_heads: Size = 4,
+    batch: Size = 4,
+    context: Size = 1024,
+    device: Device = None,
+) -> None:
+    """Profile a Llama model of Hugging Face transformers with attention eager, sdpa and attnscope.
+
+    Weights are random. Logits are checked first. Exit codes: 1 logits are wrong, a measurement
+    failed or nothing could be measured, 2 bad input or no transformers.
+    """
+    with bad_input(COMMAND):
+        from attnscope.bench.store import Results, environment
+        from attnscope.profile.transformers_attention import require
+
+        settings = {"transformers": require()}
+        from attnscope.profile.transformers_report import transformers_report
+        from attnscope.profile.transformers_run import Llama, run_all
+
+        where = pick_device(device)
+        shape = Llama(
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            kv_heads=kv_heads,
+            batch=batch,
+            context=context,
+        )
+        make_folder(output)
+        env = environment(where, settings)
+        results = Results.create(output / "transformers.json", env, resume=False)
+    started = time.perf_counter()
+
+    def told(record: Record) -> None:
+        results.rows.append(record)
+        results.save()
+        why = f": {record['reason']}" if record["reason"] else ""
+        name = f"{record['impl']}, {record['mode']}"
+        say(f"{time.perf_counter() - started:6.1f} s  {name}: {record['status']}{why}")
+
+    run_all(shape, where, on_done=told)
+    finish(COMMAND, lambda: transformers_report(results.rows, results.env), output / "transformers")
+    statuses = {record["status"] for record in results.rows}
+    if "ok" not in statuses or statuses & {"wrong", "failed"}:
+        raise typer.Exit(1)
