@@ -23,8 +23,9 @@ RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
 @cache
 def symbols() -> tuple[str, ...]:
-    """Symbols of every recorded trace and of the results of record."""
+    """Symbols of every recorded trace, of the results of record, and of impls not always in them."""
     found = {work.name for name in RECORDED for work in recorded(name).trace.gpu}
+    found.update((Path(__file__).parent / "traces" / "symbols.txt").read_text().splitlines())
     for path in RESULTS.glob("*/*.json"):
         for row in json.loads(path.read_text())["rows"]:
             found.update(row.get("kernels") or ())
