@@ -23,7 +23,7 @@ RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
 @cache
 def symbols() -> tuple[str, ...]:
-    """Symbols of every recorded trace, of the results of record, and of impls not always in them."""
+    """Symbols of every recorded trace and result, and of impls that not all results have."""
     found = {work.name for name in RECORDED for work in recorded(name).trace.gpu}
     found.update((Path(__file__).parent / "traces" / "symbols.txt").read_text().splitlines())
     for path in RESULTS.glob("*/*.json"):

@@ -2,12 +2,12 @@
 //
 // Problem   out = softmax(mask(cap(q k^T scale))) v and its log-sum-exp, see attn/params.h.
 // Roles     warpgroup 0 feeds: a warp takes tiles from a global counter and works out what they
-//           are, a thread keeps the copy engine (TMA) ahead with Q, K and V. Warpgroups 1..
-//           consume: each owns 64 query rows; S and O stay in its registers.
+//           are, a thread keeps the copy engine (TMA) ahead with K and V, another with Q.
+//           Warpgroups 1.. consume: each owns 64 query rows; S and O stay in its registers.
 // Pipeline  a consumer issues S(j+1) = Q K(j+1)^T, then O += P(j) V(j), and while the tensor cores
 //           work on O, or on the products of another consumer, it does the softmax of S(j+1).
 // Schedule  persistent: a block takes tile after tile; Q and K of the next are fetched while the
-//           consumers finish this one. O leaves a warp at a time, through shared memory.
+//           consumers finish this one. O leaves a warp at a time, by the copy engine.
 // Limits    bf16, fp16; head dims in multiples of 8 up to 256.
 // Test      tests/test_forward_gpu.py; bench: attnscope bench --impl cuda.
 #pragma once
