@@ -85,8 +85,10 @@ def attention_command(
         impls = resolve(split(impl or where.type))
         shape: dict[str, Any] = dict(SHAPE[where.type]) | {"seqlen": seq_len, "causal": causal}
         long = {short: name for name, short in DTYPE_SHORT.items()}
-        given = {"batch": batch, "heads_q": heads, "heads_kv": kv_heads, "head_dim": head_dim}
-        given["dtype"] = long.get(str(dtype), dtype)  # type: ignore[assignment]
+        given = {
+            "batch": batch, "heads_q": heads, "heads_kv": kv_heads, "head_dim": head_dim,
+            "dtype": long.get(str(dtype), dtype),
+        }  # fmt: skip
         shape |= {key: value for key, value in given.items() if value is not None}
         work = Workload.of(**shape)
         passes = [one for each in impls for one in _prepare(each, work, seed, where, backward)]

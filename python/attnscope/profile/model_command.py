@@ -19,6 +19,7 @@ from attnscope.profile.tables import ProfileError
 if TYPE_CHECKING:
     from attnscope.bench.store import Results
     from attnscope.profile.model_run import Run
+    from attnscope.profile.records import Record
 
 Output = Annotated[Path, typer.Option(help="Folder for records (JSON), report and figures.")]
 Device = Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu; left out, a GPU if any.")]
@@ -119,19 +120,13 @@ def _measure(
 
     from attnscope.bench.store import Results, environment
     from attnscope.profile.model_run import run_all
-    from attnscope.profile.records import Record, check_configurations
+    from attnscope.profile.records import check_configurations
 
     with bad_input("profile_model"):
         make_folder(path.parent)
         results = Results.create(path, environment(torch.device(device), {}), bool(resume))
         check_configurations(results.rows)
-    started = time.perf_counter()
-
-    def told(record: Record) -> None:
-        name = f"{record['model']}, context {record['context']}, {record['impl']}"
-        why = f": {record['reason']}" if record["reason"] else ""
-        say(f"{time.perf_counter() - started:6.1f} s  {name}: {record['status']}{why}")
-
+    told = teller(lambda one: f"{one['model']}, context {one['context']}, {one['impl']}")
     try:
         run_all(runs, results, timeout_s=timeout_s, on_done=told)
     except KeyboardInterrupt:
@@ -140,6 +135,18 @@ def _measure(
         say(f"profile_model: stopped; {done}", "red")
         raise typer.Exit(130) from None
     return results
+
+
+def teller(name: Callable[[Record], str]) -> Callable[[Record], None]:
+    """Says how a record ended, and how long after now."""
+    started = time.perf_counter()
+
+    def tell(record: Record) -> None:
+        why = f": {record['reason']}" if record["reason"] else ""
+        seconds = time.perf_counter() - started
+        say(f"{seconds:6.1f} s  {name(record)}: {record['status']}{why}")
+
+    return tell
 
 
 def finish(command: str, report: Callable[[], Document], stem: Path) -> None:

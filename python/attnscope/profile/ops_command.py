@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-from typing import Any
 
 import typer
 
 from attnscope.bench.command import bad_input, pick_device
-from attnscope.bench.show import say
 from attnscope.profile.attached import attached_tool
 from attnscope.profile.attention_command import make_folder
-from attnscope.profile.model_command import Device, Output, finish
+from attnscope.profile.model_command import Device, Output, finish, teller
 
 COMMAND = "profile_ops"
 
@@ -38,14 +35,7 @@ def ops_command(output: Output = Path("attribution_report"), device: Device = No
         torch.cuda.set_device(where)
         settings = {"calls": CALLS}
         results = Results.create(output / "attribution.json", environment(where, settings), False)
-    started = time.perf_counter()
-
-    def told(record: dict[str, Any]) -> None:
-        why = f": {record['reason']}" if record["reason"] else ""
-        name = f"{record['call']}, {record['start']}"
-        say(f"{time.perf_counter() - started:6.1f} s  {name}: {record['status']}{why}")
-
-    measure_all(results, where, told)
+    measure_all(results, where, teller(lambda one: f"{one['call']}, {one['start']}"))
     finish(COMMAND, lambda: attribution_report(results.rows, results.env), output / "attribution")
     measured = any(record["status"] == "ok" for record in results.rows)
     if not measured or any(map(missed, results.rows)):

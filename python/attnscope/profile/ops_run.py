@@ -262,7 +262,7 @@ def bars(record: Record, tools: Sequence[Record]) -> list[Record]:
 
 
 def _bar(name: str, value: float | None, least: float | None, most: float | None) -> Record:
-    met = None not in (value, least, most) and least <= value <= most  # type: ignore[operator]
+    met = value is not None and least is not None and most is not None and least <= value <= most
     return {"bar": name, "value": value, "least": least, "most": most, "met": met}
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from attnscope.bench.command import bad_input, pick_device
-from attnscope.bench.show import say
 from attnscope.profile.attention_command import make_folder
-from attnscope.profile.model_command import Device, Output, finish
+from attnscope.profile.model_command import Device, Output, finish, teller
 from attnscope.profile.records import Record
 
 COMMAND = "profile_transformers"
@@ -53,16 +51,14 @@ def transformers_command(
         make_folder(output)
         env = environment(where, settings)
         results = Results.create(output / "transformers.json", env, resume=False)
-    started = time.perf_counter()
+    tell = teller(lambda one: f"{one['impl']}, {one['mode']}")
 
-    def told(record: Record) -> None:
+    def keep(record: Record) -> None:
         results.rows.append(record)
         results.save()
-        why = f": {record['reason']}" if record["reason"] else ""
-        name = f"{record['impl']}, {record['mode']}"
-        say(f"{time.perf_counter() - started:6.1f} s  {name}: {record['status']}{why}")
+        tell(record)
 
-    run_all(shape, where, on_done=told)
+    run_all(shape, where, on_done=keep)
     finish(COMMAND, lambda: transformers_report(results.rows, results.env), output / "transformers")
     statuses = {record["status"] for record in results.rows}
     if "ok" not in statuses or statuses & {"wrong", "failed"}:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnscope.bench.runner import explain
 from attnscope.numerics import compare_forward
 from attnscope.profile.document import rows_of
 from attnscope.profile.model_run import summarise
@@ -133,7 +134,7 @@ def check_logits(model: Any, tokens: Tensor, impls: Sequence[str]) -> dict[str, 
         try:
             got = logits(model, tokens, impl)
         except Exception as error:
-            found[impl] = {"status": "failed", "reason": _explain(error)}
+            found[impl] = {"status": "failed", "reason": explain(error)}
         else:
             found[impl] = judge(got, reference, baseline)
     return found
@@ -170,7 +171,7 @@ def _attempt(model: Any, tokens: Tensor, impl: str, mode: str) -> Record:
     except NotImplementedError as error:
         return {"status": "skipped", "reason": str(error).partition(";")[0]}
     except Exception as error:
-        return {"status": "failed", "reason": _explain(error)}
+        return {"status": "failed", "reason": explain(error)}
     finally:
         model.zero_grad()
 
@@ -271,9 +272,3 @@ def _in_range(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return call
-
-
-def _explain(error: Exception) -> str:
-    from attnscope.bench.runner import explain
-
-    return explain(error)

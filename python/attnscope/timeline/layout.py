@@ -130,6 +130,11 @@ def role_of(lane: int) -> str:
     return list(TILE_STATES)[min(lane, CONSUMER)]
 
 
+def has_steps(lane: int) -> bool:
+    """Whether a lane marks steps besides tiles."""
+    return bool(STEP_STATES[role_of(lane)])
+
+
 def lane_name(lane: int) -> str:
     role = role_of(lane)
     return f"consumer {lane - CONSUMER}" if role == "consumer" else role

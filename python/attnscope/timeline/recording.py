@@ -160,7 +160,7 @@ class Recording:
         """Of each lane, how many tiles from the first are recorded with all their steps."""
         fit = int((np.cumsum(self.key_blocks(at)) <= self.steps.shape[2] - 1).sum())
         tiles = np.minimum(self.tile_counts[at], self.tiles.shape[2] - 1)
-        steps = [bool(layout.STEP_STATES[layout.role_of(lane)]) for lane in range(tiles.size)]
+        steps = [layout.has_steps(lane) for lane in range(tiles.size)]
         tiles[steps] = np.minimum(tiles[steps], fit)
         return tiles
 
@@ -174,14 +174,10 @@ class Recording:
         stopped = whole == count
         name = f"{layout.lane_name(lane)} of block {self.blocks[at]}"
         blocks = self.key_blocks(at)
-        if (
-            layout.STEP_STATES[layout.role_of(lane)]
-            and stopped
-            and self.step_counts[at, lane] != blocks.sum()
-        ):
+        steps_done = self.step_counts[at, lane]
+        if layout.has_steps(lane) and stopped and steps_done != blocks.sum():
             raise ValueError(
-                f"recording: {name} did {self.step_counts[at, lane]} steps, its tiles have "
-                f"{blocks.sum()}"
+                f"recording: {name} did {steps_done} steps, its tiles have {blocks.sum()}"
             )
         own = self.own_blocks(at)[:, lane - CONSUMER] if lane >= CONSUMER else blocks
         tiles, steps = self.tiles[at, lane, : whole + stopped], self.steps[at, lane]
