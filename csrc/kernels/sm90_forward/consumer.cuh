@@ -89,37 +89,36 @@ __device__ __forceinline__ void clear_rows(typename Config::Element* v, int vali
   ptx::fence_proxy_async();
 }
 
-// A warp's 16 rows to global memory, 64 columns at a time through shared memory: by the copy
+// A warp's 16 rows to global memory through shared memory, in blocks of 64 columns: by the copy
 // engine, which clips them to the tensor; or, where the rows end amid a packed batch, so that eight
-// lanes write the 128 contiguous bytes of a row.
+// lanes write the 128 contiguous bytes of a row. The log-sum-exp comes last: a fence waits for all
+// stores before it.
 template <class Config>
 __device__ __forceinline__ void store_output(
     const Fragments<Config>& f, const ForwardArguments& a, const Work& w, int consumer,
     typename Config::Element (&staging)[Config::kOutStages][16 * 64]) {
   using Element = typename Config::Element;
+  constexpr int kBlocks = (Config::kHeadDim + 63) / 64;  // of columns
   constexpr int kStages = Config::kOutStages;
+  constexpr int kAtOnce = kBlocks <= kStages ? kBlocks : 1;
   const ForwardParams& p = a.params;
   const int lane = threadIdx.x % 32;
   const int first_row = consumer * 64 + threadIdx.x % 128 / 32 * 16;  // in the tile
   const int rows = w.end_row - w.first_row - first_row;
   const int q_row = w.q_row + grouping<Config>(a).query(first_row);
+  const int head = w.head, batch = w.batch;
   if (lane == 0) ptx::tma_store_wait_read<0>();
 
-  float inverse[2];
+  float sum[2], inverse[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float sum = f.row_sum[half];
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    const bool empty = sum == 0.0f;  // no key seen: the largest term of any other row is at least 1
-    inverse[half] = empty ? 0.0f : ptx::reciprocal_approx(sum);
-    const int row = lane / 4 + half * 8;
-    if (lane % 4 == 0 && row < rows) {
-      float* lse = p.lse + int64_t{w.batch} * p.lse_batch_stride +
-                   (w.head + grouping<Config>(a).head(row)) * p.lse_head_stride;
-      lse[int64_t{q_row} + grouping<Config>(a).query(row)] =
-          empty ? -INFINITY : (f.row_max[half] + ptx::log2_approx(sum)) * 0.6931471805599453f;
-    }
+    sum[half] = f.row_sum[half] + __shfl_xor_sync(0xffffffffu, f.row_sum[half], 1);
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], 2);
+    // 0 where no key is seen: the largest term of any other row is at least 1.
+    inverse[half] = sum[half] == 0.0f ? 0.0f : ptx::reciprocal_approx(sum[half]);
   }
 
   // In rows of 128 bytes, swizzled. Writing, a lane's address is of row lane % 16 and the chunk of
@@ -128,42 +127,59 @@ __device__ __forceinline__ void store_output(
   const uint32_t write = shared + lane % 16 * 128 + ((lane / 16 ^ lane % 8) * 16);
   const bool copied = rows >= 16 || (rows > 0 && !a.packed);
 #pragma unroll
-  for (int column = 0; column < Config::kHeadDim; column += 64) {
-    const int stage = column / 64 % kStages * 2048;
-    if (column >= 64 * kStages) {
+  for (int block = 0; block < kBlocks; ++block) {
+    const int stage = block % kStages * 2048;
+    if (block >= kStages) {
       if (lane == 0) ptx::tma_store_wait_read<kStages - 1>();
       __syncwarp();
     }
 #pragma unroll
-    for (int chunk = 0; chunk < 8 && column + chunk * 8 < Config::kHeadDim; chunk += 2) {
-      const float* o = &f.o[column / 2 + 4 * chunk];
+    for (int chunk = 0; chunk < 8 && block * 64 + chunk * 8 < Config::kHeadDim; chunk += 2) {
+      const float* o = &f.o[block * 32 + 4 * chunk];
       ptx::stmatrix_x4((write ^ chunk * 16) + stage,
                        {ptx::pack<Element>(o[0] * inverse[0], o[1] * inverse[0]),
                         ptx::pack<Element>(o[2] * inverse[1], o[3] * inverse[1]),
                         ptx::pack<Element>(o[4] * inverse[0], o[5] * inverse[0]),
                         ptx::pack<Element>(o[6] * inverse[1], o[7] * inverse[1])});
     }
+    if (block % kAtOnce != kAtOnce - 1) continue;
     ptx::fence_proxy_async();
     __syncwarp();
-    if (copied) {
-      if (lane == 0) {
-        ptx::tma_store_5d(&a.out.map, shared + stage, column, 0, q_row,
-                          w.head >> grouping<Config>(a).log2, w.batch);
-        ptx::tma_store_commit();
-      }
-    } else {
-      const uint32_t read = shared + stage + lane / 8 * 128 + ((lane % 8 ^ lane / 8) * 16);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint4 value = ptx::load_shared_v4((read ^ i % 2 * 64) + i * 512);
-        const int row = lane / 8 + i * 4;
-        if (row < rows && column + lane % 8 * 8 < p.head_dim_v) {
-          Element* out = static_cast<Element*>(p.out) +
-                         (q_row + grouping<Config>(a).query(row)) * p.out_stride.row +
-                         (w.head + grouping<Config>(a).head(row)) * p.out_stride.head;
-          *reinterpret_cast<uint4*>(out + column + lane % 8 * 8) = value;
+    for (int written = block - kAtOnce + 1; written <= block; ++written) {
+      const int from = written % kStages * 2048;
+      if (copied) {
+        if (lane == 0) {
+          ptx::tma_store_5d(&a.out.map, shared + from, written * 64, 0, q_row,
+                            head >> grouping<Config>(a).log2, batch);
+          ptx::tma_store_commit();
+        }
+      } else {
+        const uint32_t read = shared + from + lane / 8 * 128 + ((lane % 8 ^ lane / 8) * 16);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint4 value = ptx::load_shared_v4((read ^ i % 2 * 64) + i * 512);
+          const int row = lane / 8 + i * 4;
+          if (row < rows && written * 64 + lane % 8 * 8 < p.head_dim_v) {
+            Element* out = static_cast<Element*>(p.out) +
+                           (q_row + grouping<Config>(a).query(row)) * p.out_stride.row +
+                           (head + grouping<Config>(a).head(row)) * p.out_stride.head;
+            *reinterpret_cast<uint4*>(out + written * 64 + lane % 8 * 8) = value;
+          }
         }
       }
+    }
+  }
+
+  float* lse = p.lse + batch * p.lse_batch_stride + head * p.lse_head_stride + q_row;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = lane / 4 + half * 8;
+    if (lane % 4 == 0 && row < rows) {
+      lse[grouping<Config>(a).head(row) * p.lse_head_stride + grouping<Config>(a).query(row)] =
+          sum[half] == 0.0f
+              ? -INFINITY
+              : (f.row_max[half] + ptx::log2_approx(sum[half])) * 0.6931471805599453f;
     }
   }
 }
@@ -205,18 +221,21 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
     const int begin = ptx::uniform(range.begin), end = ptx::uniform(range.end);
     const int full_begin = ptx::uniform(range.full_begin);
     const int full_end = ptx::uniform(range.full_end);
+    const int tile_end = ptx::uniform(w.range.end);
+    const auto clear = [&] {
 #pragma unroll
-    for (int i = 0; i < Config::kHeadDim / 2; ++i) f.o[i] = 0.0f;
-    f.row_max[0] = f.row_max[1] = -FLT_MAX;
-    f.row_sum[0] = f.row_sum[1] = 0.0f;
+      for (int i = 0; i < Config::kHeadDim / 2; ++i) f.o[i] = 0.0f;
+      f.row_max[0] = f.row_max[1] = -FLT_MAX;
+      f.row_sum[0] = f.row_sum[1] = 0.0f;
+    };
 
     const auto needs_clearing = [&](int block) {
       return w.first_key > block * kBlockN || (a.packed && w.seqlen_k < (block + 1) * kBlockN);
     };
     // Every consumer comes here for the blocks that need clearing, once; one clears.
-    const auto await_v = [&](const Slot<kStages>& slot, int block) {
-      ptx::mbarrier_wait(shared_address(&s.v_full[slot.stage]), slot.parity);
+    const auto clear_v = [&](const Slot<kStages>& slot, int block) {
       if (__builtin_expect(needs_clearing(block), false)) {
+        ptx::mbarrier_wait(shared_address(&s.v_full[slot.stage]), slot.parity);
         if (consumer == 0) {
           clear_rows<Config>(s.v[slot.stage], w.first_key - block * kBlockN,
                              w.seqlen_k - block * kBlockN);
@@ -231,7 +250,7 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
         const Slot<kStages> slot(blocks++);
         ptx::mbarrier_wait(shared_address(&s.k_empty[slot.stage]), slot.parity ^ 1);
         release(s.k_empty[slot.stage]);
-        if (needs_clearing(block)) await_v(slot, block);
+        clear_v(slot, block);
         ptx::mbarrier_wait(shared_address(&s.v_empty[slot.stage]), slot.parity ^ 1);
         release(s.v_empty[slot.stage]);
       }
@@ -239,7 +258,7 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
     timeline.tile(tiles - 1, ConsumerTile::kAwaitQ);
     ptx::mbarrier_wait(shared_address(&s.q_full[q_slot.stage][consumer]), q_slot.parity);
     timeline.tile(tiles - 1, ConsumerTile::kSkipFirst);
-    skip(ptx::uniform(w.range.end) - 1, end);
+    skip(tile_end - 1, end);
     if (begin < end) {
       float factor[2];
       Probabilities<Config> p[2];  // of this block, and of the last, which P V still reads
@@ -272,6 +291,7 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
       ptx::mbarrier_wait(shared_address(&s.k_full[first.stage]), first.parity);
       timeline.tile(tiles - 1, ConsumerTile::kIssueScores);
       issue_scores<Config>(f, q, k(first));
+      clear();
       timeline.tile(tiles - 1, ConsumerTile::kAwaitScores);
       ptx::wgmma_wait<0>();
       ptx::pin_registers(f.s);
@@ -282,7 +302,7 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
       raise_maximum<Config>(f, p[0], scale_log2, factor);
       if constexpr (!Config::kKeepScores) pack_probabilities<Config>(f, p[0]);
       timeline.tile(tiles - 1, ConsumerTile::kAwaitV);
-      if (block > begin) await_v(first, block);
+      if (block > begin) clear_v(first, block);
       timeline.tile(tiles - 1, ConsumerTile::kAwaitNextK);
       await_next_scores(block);
 
@@ -342,7 +362,8 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
       const auto last = [&](Probabilities<Config>& p_before) {
         const Slot<kStages> v_slot(blocks++);
         timeline.tile(tiles - 1, ConsumerTile::kAwaitLastV);
-        await_v(v_slot, begin);
+        clear_v(v_slot, begin);
+        ptx::mbarrier_wait(shared_address(&s.v_full[v_slot.stage]), v_slot.parity);
         timeline.tile(tiles - 1, ConsumerTile::kIssueOutput);
         issue_output<Config>(f, p_before, v(v_slot));
         timeline.tile(tiles - 1, ConsumerTile::kAwaitOutput);
@@ -365,6 +386,7 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
         step(p[kOther], p[0]);
       }
     } else {
+      clear();
       release(s.q_empty[q_slot.stage][consumer]);
     }
     timeline.tile(tiles - 1, ConsumerTile::kSkipLast);
