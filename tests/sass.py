@@ -33,3 +33,13 @@ def functions(library: Path, arch: str) -> dict[str, str]:
     symbols = "\n".join(parts[::2])
     names = subprocess.run(["c++filt"], input=symbols, capture_output=True, text=True, check=True)
     return dict(zip(names.stdout.splitlines(), parts[1::2], strict=True))
+
+
+def main_loop(code: str) -> str:
+    """The one loop with products that more products follow: the last P V of a tile."""
+    lines = [(int(at, 16), text) for at, text in re.findall(r"/\*(\w{4,})\*/\s+(.*?);", code)]
+    products = [at for at, text in lines if "HGMMA" in text]
+    jumps = [(re.search(r"\bBRA\b.* 0x(\w+)", text), at) for at, text in lines]
+    loops = [(int(jump[1], 16), at) for jump, at in jumps if jump and at < products[-1]]
+    ((first, last),) = (loop for loop in loops if any(loop[0] <= at <= loop[1] for at in products))
+    return "\n".join(text for at, text in lines if first <= at <= last)

@@ -30,16 +30,6 @@ def code_of(tile: dict, element: str) -> str:
     return kernels[name]
 
 
-def main_loop(code: str) -> str:
-    """The one loop with products that more products follow: the last P V of a tile."""
-    lines = [(int(at, 16), text) for at, text in re.findall(r"/\*(\w{4,})\*/\s+(.*?);", code)]
-    products = [at for at, text in lines if "HGMMA" in text]
-    jumps = [(re.search(r"\bBRA\b.* 0x(\w+)", text), at) for at, text in lines]
-    loops = [(int(jump[1], 16), at) for jump, at in jumps if jump and at < products[-1]]
-    ((first, last),) = (loop for loop in loops if any(loop[0] <= at <= loop[1] for at in products))
-    return "\n".join(text for at, text in lines if first <= at <= last)
-
-
 def name_of(tile: dict) -> str:
     return f"{tile['head_dim']}-{tile['block_m']}x{tile['block_n']}"
 
@@ -90,7 +80,7 @@ def test_exponentials_stand_before_the_wait_for_the_output(tile, element):
 @each_kernel
 def test_nothing_in_the_main_loop_waits_for_a_uniform_value(tile, element):
     """Descriptors and slots stay on the uniform datapath: a REDUX would come before products."""
-    loop = main_loop(code_of(tile, element))
+    loop = sass.main_loop(code_of(tile, element))
     widths = {int(width) for width in re.findall(r"HGMMA\.64x(\d+)x16", loop)}
     assert widths == {tile["block_n"], tile["head_dim"]}
     assert "REDUX" not in loop

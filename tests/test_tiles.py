@@ -12,15 +12,20 @@ CXX = shutil.which("g++")
 HOPPER = """
 #include "kernels/sm90_forward/config.cuh"
 using namespace attnscope::sm90;
-constexpr const ForwardTile& tile(int head_dim, int rows, bool causal, long long heads = 1000) {
-  return kForwardTiles[choose_forward_tile(head_dim, rows, heads, causal, false)];
+constexpr const ForwardTile& tile(int head_dim, int rows, bool causal, int heads = 1000) {
+  return kForwardTiles[choose_forward(head_dim, rows, heads, heads, 1, causal).row];
+}
+constexpr bool grouped(int head_dim, int block_m, int log2) {
+  const ForwardChoice choice = choose_forward(head_dim, 16, 32, 4, 64, true);
+  return kForwardTiles[choice.row].block_m == block_m && choice.grouping == log2;
 }
 constexpr bool every_tile_fits() {
   for (const ForwardTile& t : kForwardTiles) {
     const int registers =
         128 * (t.producer_registers() + t.consumers() * t.consumer_registers());
-    if (t.shared_bytes() > 232448 || registers > 65536 || t.consumers() > kMaxConsumers)
+    if (t.blocks * (t.shared_bytes() + 1024) > 233472 || t.blocks * registers > 65536)
       return false;
+    if (t.consumers() > kMaxConsumers || t.blocks * t.threads() > 2048) return false;
     if (t.consumer_registers() % 8 != 0 || t.consumer_registers() > 240) return false;
   }
   return true;
@@ -31,20 +36,24 @@ static_assert(tile(72, 1, false).head_dim == 96 && tile(96, 1 << 30, true).head_
 static_assert(tile(104, 1, false).head_dim == 128 && tile(128, 1 << 30, true).head_dim == 128);
 static_assert(tile(136, 1, false).head_dim == 192 && tile(192, 1 << 30, true).head_dim == 192);
 static_assert(tile(200, 1, false).head_dim == 256 && tile(256, 1 << 30, true).head_dim == 256);
-static_assert(choose_forward_tile(264, 1, 1000, false, false) == -1, "no tile is that wide");
+static_assert(choose_forward(264, 1, 8, 8, 1, false).row == -1, "no tile is that wide");
 static_assert(tile(64, 512, true).block_m == 256 && tile(64, 1 << 14, true).block_m == 192);
 static_assert(tile(128, 2048, true).block_m == 192 && tile(128, 2048, false).block_m == 192);
-static_assert(tile(64, 128, false).block_m == 128, "larger tiles leave half of theirs empty");
+static_assert(tile(64, 128, false).block_m == 64 && tile(64, 129, false).block_m == 256);
 static_assert(tile(128, 256, true).block_m == 128, "two of 192 leave a third empty");
 static_assert(tile(128, 257, true).block_m == 192);
-static_assert(tile(64, 512, true, 65).block_m == 128, "130 tiles of 256 rows: two SMs idle");
-static_assert(tile(64, 512, true, 66).block_m == 256, "one for each SM");
-static_assert(kForwardTiles[choose_forward_tile(64, 512, 1000, true, true)].block_m == 128);
+static_assert(tile(64, 512, true, 66).block_m == 256, "132 tiles: one for each SM");
+static_assert(tile(64, 512, true, 65).block_m == 192, "130 tiles of 256 rows: two SMs idle");
+static_assert(tile(64, 512, true, 32).block_m == 64, "96 tiles of 192 rows");
+static_assert(tile(128, 512, true, 16).block_m == 64 && tile(128, 512, true, 40).block_m == 128);
+static_assert(tile(256, 1, true, 1).block_m == 128, "no tile is smaller");
+static_assert(grouped(64, 64, 3) && grouped(128, 128, 3) && grouped(96, 192, 3));
 static_assert(choose_grouping(64, 32, 8, 64) == 2 && choose_grouping(65, 32, 8, 64) == 0);
 static_assert(choose_grouping(1, 32, 8, 4) == 0, "every head has a multiprocessor");
 static_assert(choose_grouping(1, 12, 1, 64) == 2 && choose_grouping(1, 7, 1, 64) == 0);
 static_assert(choose_grouping(1, 64, 1, 64) == 4 && choose_grouping(1, 0, 0, 64) == 0);
-static_assert(tile(64, 0, true, 0).block_m == 128, "an empty call has a tile");
+static_assert(tile(64, 0, true, 0).block_m == 64, "an empty call has a tile");
+static_assert(tile(128, 0, true, 0).head_dim == 128);
 """
 
 

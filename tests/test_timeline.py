@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shutil
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -468,7 +470,7 @@ def test_the_instrumented_library_has_the_same_tiles(built):
     kernel = library.Instrumented(built[0])
     names = ("head_dim", "block_m", "block_n", "stages")
     normal = [t for t in json.loads(torch.ops.attnscope.kernels()) if t["kernel"] == "sm90_forward"]
-    calls = [(t["head_dim"], rows, 1000, 1, 1, causal) for t in normal
+    calls = [(t["head_dim"], rows, batch, 1, 1, causal) for t in normal for batch in (1, 1000)
              for rows in (1, 1000, 1 << 20) for causal in (False, True)]  # fmt: skip
     chosen = [kernel.tile(*call) for call in calls]
     assert {tuple(t[n] for n in names) for t in chosen} == {
@@ -482,19 +484,29 @@ def test_the_instrumented_library_has_the_same_tiles(built):
     assert kernel.tile(64, 16, 64, 8, 2, True)["heads"] == 4
 
 
+@pytest.mark.skipif(shutil.which("nm") is None, reason="no nm")
+def test_libraries_side_by_side_share_no_table(built):
+    """A variable declared `inline` is one for all libraries of a process, whichever was loaded
+    first: a tile table of other sources would serve both."""
+    libraries = [built[0], *PACKAGE.glob("_C*.so")]
+    for path in libraries:
+        command = ["nm", "--dynamic", "--demangle", "--defined-only", path]
+        symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        shared = [s for s in symbols.splitlines() if " u " in s and "attnscope::" in s]
+        assert not shared, path
+
+
 @pytest.mark.skipif(sass.cuobjdump() is None, reason="no cuobjdump")
 @pytest.mark.parametrize("rows", [128, 192])
 def test_marks_stand_where_states_begin(built, rows):
     """In the machine code of the tiles of head dim 128: each part of a step between its marks, and
-    no spill among the products."""
+    no spill in the loop."""
     kernels = sass.functions(built[0], "sm_90a")
-    (code,) = (c for n, c in kernels.items() if f"__nv_bfloat16, 128, {rows}" in n)
+    (code,) = (c for n, c in kernels.items() if f"__nv_bfloat16, 128, {rows}>" in n)
     events = re.findall(r"SR_CLOCKLO|MUFU\.EX2|TRYWAIT|DEPBAR\.LE|HGMMA\.64x|UTMALDG", code)
     text = re.sub(r"(\S+)(?: \1)+", r"\1", " ".join(events)).replace("SR_CLOCKLO", "|")
     step = (
         "| HGMMA.64x | TRYWAIT | HGMMA.64x | DEPBAR.LE | MUFU.EX2 | MUFU.EX2 | TRYWAIT | DEPBAR.LE "
     )
     assert text.count(step + "| HGMMA.64x") >= 1 and text.count(step) >= 2, text
-    first = code.index("HGMMA.64x")
-    consumer = code[first : code.rindex("HGMMA.64x")]
-    assert not re.search(r"\b(STL|LDL)\b", consumer)
+    assert not re.search(r"\b(STL|LDL)\b", sass.main_loop(code))

@@ -20,6 +20,7 @@ SHAPES = {
     "d64": {"batch": 4, "seqlen": 1500, "heads": 8, "head_dim": 64},
     "d64-causal": {"batch": 4, "seqlen": 512, "heads": 32, "head_dim": 64, "causal": True},
     "d64-short": {"batch": 4, "seqlen": 100, "heads": 8, "head_dim": 64},
+    "d128-short": {"batch": 5, "seqlen": 200, "heads": 16, "head_dim": 128},
     "d128": {"batch": 1, "seqlen": 4096, "heads": 16, "head_dim": 128},
     "d128-causal": {"batch": 3, "seqlen": 1000, "heads": 16, "head_dim": 128, "causal": True},
     "d96": {"batch": 2, "seqlen": 700, "heads": 8, "head_dim": 96},

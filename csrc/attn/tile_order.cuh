@@ -7,6 +7,7 @@ struct TileOrder {
   int m_blocks;
   int heads;    // batch * heads_q, the query heads of a batch entry side by side
   int section;  // heads whose tiles are taken together
+  int last;     // the last so many heads are a section of their own
 
   long long tiles() const { return static_cast<long long>(m_blocks) * heads; }
 };
@@ -17,7 +18,7 @@ struct TileOrder {
 inline TileOrder tile_order(int m_blocks, int batch, int heads_q, int heads_kv,
                             long long kv_bytes_per_head, bool longest_first) {
   constexpr long long kL2Share = 32 << 20;  // of 40 to 60 MB
-  TileOrder order{m_blocks, batch * heads_q, 1};
+  TileOrder order{m_blocks, batch * heads_q, 1, 0};
   if (longest_first) {
     const long long kv_heads = kL2Share / (kv_bytes_per_head > 0 ? kv_bytes_per_head : 1);
     const long long heads = (kv_heads > 1 ? kv_heads : 1) * (heads_q / heads_kv);
@@ -33,9 +34,11 @@ struct Tile {
 
 #ifdef __CUDACC__
 __device__ __forceinline__ Tile tile_at(const TileOrder& order, int index) {
-  const int per_section = order.section * order.m_blocks;
-  const int first = index / per_section * order.section;
-  const int width = min(order.section, order.heads - first);
+  const int before = order.heads - order.last;
+  const bool at_end = index >= before * order.m_blocks;
+  const int section = at_end ? order.last : order.section;
+  const int first = at_end ? before : index / (section * order.m_blocks) * section;
+  const int width = min(section, order.heads - first);
   const int rest = index - first * order.m_blocks;
   return {order.m_blocks - 1 - rest / width, first + rest % width};
 }

@@ -15,7 +15,7 @@ namespace attnscope::binding {
 
 // The Python side (attnscope.ranges) names the same strings; a test holds them together.
 enum class Range : int { kForward, kCopy };
-inline constexpr const char* kRangeNames[] = {"attnscope::forward", "attnscope::copy"};
+constexpr const char* kRangeNames[] = {"attnscope::forward", "attnscope::copy"};
 inline constexpr const char* kNvtxDomain = "attnscope";
 
 #if ATTNSCOPE_NVTX

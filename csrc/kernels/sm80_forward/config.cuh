@@ -21,7 +21,8 @@ struct ForwardTile {
 // Reasons: geometric means of the speed over FlashAttention-2's on an H200, S = 512, 2048, 8192,
 // causal and not (docs/perf-log.md). With 32 rows a warp each K or V fragment read feeds two
 // products.
-inline constexpr ForwardTile kForwardTiles[] = {
+// Not inline: that would be one table for all libraries of a process, whichever was loaded first.
+constexpr ForwardTile kForwardTiles[] = {
     {64, 128, 64, 4, 2, true, 2, "1.10; 96 keys 1.09, 80 keys 1.09, 96 keys without Q kept 1.08"},
     {96, 128, 64, 4, 1, false, 2, "1.05; two stages 1.02, Q kept 0.94"},
     {128, 128, 48, 4, 2, false, 2, "1.14; 64 keys in one stage 1.16, but it spills; 80 keys 1.02"},

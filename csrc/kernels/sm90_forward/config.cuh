@@ -11,6 +11,7 @@ struct ForwardTile {
   int block_n;       // keys of one step
   int q_stages;      // Q tiles in flight: the present one and the next, or one
   int stages;        // K and V tiles in flight
+  int blocks;        // on an SM at a time
   bool keep_scores;  // through the softmax; else they are computed again when the maximum rose
   int over_rows;     // serves calls of more than so many query rows
   int full_rows;     // and of no more than so many,
@@ -26,7 +27,7 @@ struct ForwardTile {
   // A thread's registers: what the feeding warps can spare goes to the consumers.
   constexpr int producer_registers() const { return consumers() == 2 ? 24 : 32; }
   constexpr int consumer_registers() const {
-    const int launched = 65536 / threads() / 8 * 8;
+    const int launched = 65536 / (blocks * threads()) / 8 * 8;
     const int rest = launched * (consumers() + 1) - producer_registers();
     const int each = rest / consumers() / 8 * 8;
     return each < 240 ? each : 240;
@@ -37,22 +38,27 @@ struct ForwardTile {
   }
 };
 
+inline constexpr int kAnyRows = INT_MAX;
 // Reasons: TFLOP/s, or the geometric mean of the speed over the best peer's, on an H200
 // (docs/perf-log.md).
-inline constexpr int kAnyRows = INT_MAX;
-inline constexpr ForwardTile kForwardTiles[] = {
-    {64, 256, 64, 2, 4, false, 128, 1024, 4096,
+// Not inline: that would be one table for all libraries of a process, whichever was loaded first.
+constexpr ForwardTile kForwardTiles[] = {
+    {64, 256, 64, 2, 4, 1, false, 128, 1024, 4096,
      "causal S = 512, 1024: 278, 373; 192 rows of 128 keys: 241, 327"},
-    {64, 128, 128, 2, 3, true, 0, 128, 128, "rows that larger tiles leave empty"},
-    {64, 192, 128, 2, 3, false, 0, kAnyRows, kAnyRows, "S = 8192: 587; 256 rows of 64 keys: 560"},
-    {96, 192, 64, 1, 4, true, 0, kAnyRows, kAnyRows,
+    {64, 64, 64, 2, 3, 3, true, 0, 128, 128,
+     "causal S = 128: 97; 128 rows of 128 keys, one block an SM: 86"},
+    {64, 192, 128, 2, 3, 1, false, 0, kAnyRows, kAnyRows,
+     "S = 8192: 587; 256 rows of 64 keys: 560"},
+    {96, 192, 64, 1, 4, 1, true, 0, kAnyRows, kAnyRows,
      "over FlashAttention-3 1.09; 128 rows of 128 keys 1.03, as head dim 128 1.01"},
-    {128, 192, 64, 1, 4, true, 256, kAnyRows, kAnyRows,
+    {128, 192, 64, 1, 4, 1, true, 256, kAnyRows, kAnyRows,
      "S = 2048, causal 1024: 714, 466; 128 rows of 128 keys: 681, 446"},
-    {128, 128, 128, 1, 2, true, 0, kAnyRows, kAnyRows, "rows that larger tiles leave empty"},
-    {192, 128, 64, 1, 3, true, 0, kAnyRows, kAnyRows,
+    {128, 128, 128, 1, 2, 1, true, 0, kAnyRows, kAnyRows, "rows that larger tiles leave empty"},
+    {128, 64, 64, 1, 2, 2, true, 0, 0, 0,
+     "few tiles: 16 heads, S = 128, 512: 12, 138; 128 rows: 10, 123"},
+    {192, 128, 64, 1, 3, 1, true, 0, kAnyRows, kAnyRows,
      "over FlashAttention-3 1.05; 96 keys 1.02, as head dim 256 0.85"},
-    {256, 128, 64, 1, 2, true, 0, kAnyRows, kAnyRows, "1.04; 80 keys, scores not kept: 0.98"},
+    {256, 128, 64, 1, 2, 1, true, 0, kAnyRows, kAnyRows, "1.04; 80 keys, scores not kept: 0.98"},
 };
 inline constexpr int kForwardTileCount = sizeof(kForwardTiles) / sizeof(kForwardTiles[0]);
 inline constexpr int kMaxConsumers = 4;
@@ -70,23 +76,62 @@ constexpr int choose_grouping(int queries, int heads_q, int heads_kv, long long 
   return log2;
 }
 
-// The row that serves a call of `heads` (over all batch entries) with up to `rows` query rows each:
-// of those for its head dim the first that takes so many rows; or the one with the smallest tile,
-// where that would leave multiprocessors idle, or where heads are grouped. -1 if none does.
-constexpr int choose_forward_tile(int head_dim, int rows, long long heads, bool causal,
-                                  bool grouped) {
-  int chosen = -1, smallest = -1;
+// The head dim of the rows that serve one: rounded up; 0 if none does.
+constexpr int tile_head_dim(int head_dim) {
+  for (const ForwardTile& t : kForwardTiles) {
+    if (head_dim <= t.head_dim) return t.head_dim;
+  }
+  return 0;
+}
+
+// Of the rows for a head dim of the table the one with the largest tile of up to `most` query rows;
+// -1 if there is none.
+constexpr int largest_tile(int head_dim, int most) {
+  int found = -1;
   for (int i = 0; i < kForwardTileCount; ++i) {
     const ForwardTile& t = kForwardTiles[i];
-    if (head_dim > t.head_dim) continue;
-    if (smallest >= 0 && t.head_dim != kForwardTiles[smallest].head_dim) break;
-    if (smallest < 0 || t.block_m < kForwardTiles[smallest].block_m) smallest = i;
-    const int most = causal ? t.causal_rows : t.full_rows;
-    if (chosen < 0 && (rows > t.over_rows || t.over_rows == 0) && rows <= most) chosen = i;
+    if (t.head_dim != head_dim || t.block_m > most) continue;
+    if (found < 0 || t.block_m > kForwardTiles[found].block_m) found = i;
   }
-  if (chosen < 0) return -1;
-  const long long blocks = (rows - 1LL) / kForwardTiles[chosen].block_m + 1;
-  return grouped || blocks * heads < kMultiprocessors ? smallest : chosen;
+  return found;
+}
+
+// The one row for a head dim of the table that grouped heads may come to; the others are spared the
+// arithmetic.
+constexpr int grouped_tile(int head_dim) {
+  const int found = largest_tile(head_dim, 128);
+  return found >= 0 ? found : largest_tile(head_dim, kAnyRows);
+}
+
+// How a call is served: by which row of the table (-1: none), and with 1 << grouping heads in a
+// tile.
+struct ForwardChoice {
+  int row;
+  int grouping;
+};
+
+// The first row that takes so many queries; where its tiles would leave multiprocessors idle, one
+// with smaller ones.
+constexpr ForwardChoice choose_forward(int head_dim, int queries, int heads_q, int heads_kv,
+                                       long long batch, bool causal) {
+  const int dim = tile_head_dim(head_dim);
+  const int grouping = choose_grouping(queries, heads_q, heads_kv, batch);
+  if (grouping > 0) return {grouped_tile(dim), grouping};
+  int row = -1;
+  for (int i = kForwardTileCount - 1; i >= 0; --i) {
+    const ForwardTile& t = kForwardTiles[i];
+    const int most = causal ? t.causal_rows : t.full_rows;
+    const bool enough = queries > t.over_rows || t.over_rows == 0;
+    if (t.head_dim == dim && enough && queries <= most) row = i;
+  }
+  while (row >= 0) {
+    const int block_m = kForwardTiles[row].block_m;
+    const int smaller = largest_tile(dim, block_m - 1);
+    const long long tiles = ((queries - 1LL) / block_m + 1) * batch * heads_q;
+    if (smaller < 0 || tiles >= kMultiprocessors) break;
+    row = smaller;
+  }
+  return {row, 0};
 }
 
 constexpr ForwardTile forward_tile(int head_dim, int block_m) {
@@ -94,12 +139,6 @@ constexpr ForwardTile forward_tile(int head_dim, int block_m) {
     if (head_dim == t.head_dim && block_m == t.block_m) return t;
   }
   return {};
-}
-
-// Whether grouped heads may come to a tile; the others are spared the arithmetic.
-constexpr bool takes_groups(const ForwardTile& tile) {
-  return kForwardTiles[choose_forward_tile(tile.head_dim, 1, 1, false, true)].block_m ==
-         tile.block_m;
 }
 
 }  // namespace attnscope::sm90

@@ -177,9 +177,8 @@ __device__ __forceinline__ void store_output(
     const int row = lane / 4 + half * 8;
     if (lane % 4 == 0 && row < rows) {
       lse[grouping<Config>(a).head(row) * p.lse_head_stride + grouping<Config>(a).query(row)] =
-          sum[half] == 0.0f
-              ? -INFINITY
-              : (f.row_max[half] + ptx::log2_approx(sum[half])) * 0.6931471805599453f;
+          sum[half] == 0.0f ? -INFINITY
+                            : (f.row_max[half] + ptx::log2_approx(sum[half])) * 0.6931471805599453f;
     }
   }
 }
@@ -234,7 +233,7 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
     };
     // Every consumer comes here for the blocks that need clearing, once; one clears.
     const auto clear_v = [&](const Slot<kStages>& slot, int block) {
-      if (__builtin_expect(needs_clearing(block), false)) {
+      if (__builtin_expect(w.clears && needs_clearing(block), false)) {
         ptx::mbarrier_wait(shared_address(&s.v_full[slot.stage]), slot.parity);
         if (consumer == 0) {
           clear_rows<Config>(s.v[slot.stage], w.first_key - block * kBlockN,

@@ -71,6 +71,8 @@ bool encode_queries(TensorMap* tensor, DType dtype, const void* data, const Stri
                    {s.head, s.row, group * s.head, s.batch}, {64, group, box_rows / group, 1, 1});
 }
 
+constexpr int ceil_div(int value, int divisor) { return (value + divisor - 1) / divisor; }
+
 int device_attribute(cudaDeviceAttr attribute) {
   int device = 0, value = 0;
   cudaGetDevice(&device);
@@ -81,25 +83,23 @@ int device_attribute(cudaDeviceAttr attribute) {
 // Rows see more keys the later they come.
 bool is_causal(const ForwardParams& p) { return p.window_right >= 0 && p.window_left < 0; }
 
-// As choose_grouping; heads of an expanded q cannot be grouped.
-Grouping grouping(const ForwardParams& p) {
-  if (p.q_stride.head == 0) return {0};
-  return {choose_grouping(p.seqlen_q, p.heads_q, p.heads_kv, p.batch)};
-}
-
 template <class Config>
-cudaError_t launch(const ForwardParams& p, cudaStream_t stream) {
+cudaError_t launch(const ForwardParams& p, Grouping grouping, cudaStream_t stream) {
   ForwardArguments a{};
   a.params = p;
   a.scores = score_scales(p);
-  a.grouping = grouping(p);
+  a.grouping = grouping;
   a.heads = p.heads_q >> a.grouping.log2;
   a.heads_per_key = p.heads_q / std::max(p.heads_kv, 1);
   const int rows = a.grouping.rows(p.seqlen_q);
-  const int m_blocks = (rows + Config::kBlockM - 1) / Config::kBlockM;
+  const int m_blocks = ceil_div(rows, Config::kBlockM);
   const int64_t kv_bytes =
       int64_t{p.seqlen_k} * (p.head_dim + p.head_dim_v) * sizeof(typename Config::Element);
   a.order = tile_order(m_blocks, p.batch, a.heads, p.heads_kv, kv_bytes, is_causal(p));
+  if (!is_causal(p) && ceil_div(rows, 64) % Config::kConsumers != 0) {
+    // Some tiles have 64 rows less; as the last ones they even out the end.
+    a.order.last = std::min(a.order.heads, ceil_div(kMultiprocessors, std::max(m_blocks, 1)));
+  }
   int64_t tiles = a.order.tiles();
   if (p.packed()) {
     tiles = std::min(tiles, ((p.total_q << a.grouping.log2) / Config::kBlockM + p.batch) * a.heads);
@@ -130,36 +130,37 @@ cudaError_t launch(const ForwardParams& p, cudaStream_t stream) {
   constexpr int kSharedBytes = sizeof(ForwardShared<Config>);
   static_assert(kSharedBytes == Config::kTile.shared_bytes(),
                 "the tile table and the struct disagree");
-  static_assert(kSharedBytes <= 232448, "shared memory of a block");
+  static_assert(Config::kBlocks * (kSharedBytes + 1024) <= 233472, "shared memory of an SM");
   const auto kernel = forward_kernel<Config>;
   if (cudaError_t error =
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
       error != cudaSuccess) {
     return error;
   }
-  const int blocks = std::clamp(a.tiles, 1, device_attribute(cudaDevAttrMultiProcessorCount));
+  const int most = Config::kBlocks * device_attribute(cudaDevAttrMultiProcessorCount);
+  const int blocks = std::clamp(a.tiles, 1, most);
   kernel<<<blocks, Config::kThreads, kSharedBytes, stream>>>(a);
   return cudaGetLastError();
 }
 
 // The launch of row `kIndex` of the tile table.
 template <class Element, int kIndex>
-cudaError_t launch_row(const ForwardParams& p, cudaStream_t stream) {
+cudaError_t launch_row(const ForwardParams& p, Grouping grouping, cudaStream_t stream) {
   constexpr ForwardTile kTile = kForwardTiles[kIndex];
-  return launch<ForwardConfig<Element, kTile.head_dim, kTile.block_m>>(p, stream);
+  return launch<ForwardConfig<Element, kTile.head_dim, kTile.block_m>>(p, grouping, stream);
 }
 
 template <class Element, int... kIndices>
 cudaError_t launch_chosen(const ForwardParams& p, cudaStream_t stream,
                           std::integer_sequence<int, kIndices...>) {
-  constexpr cudaError_t (*kLaunches[])(const ForwardParams&,
+  constexpr cudaError_t (*kLaunches[])(const ForwardParams&, Grouping,
                                        cudaStream_t) = {launch_row<Element, kIndices>...};
-  const int head_dim = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
-  const Grouping g = grouping(p);
-  const int chosen =
-      choose_forward_tile(head_dim, g.rows(p.seqlen_q), int64_t{p.batch} * (p.heads_q >> g.log2),
-                          is_causal(p), g.log2 > 0);
-  return chosen < 0 ? cudaErrorInvalidValue : kLaunches[chosen](p, stream);
+  // Heads of an expanded q cannot be grouped: as if each had keys of its own.
+  const int heads_kv = p.q_stride.head != 0 ? p.heads_kv : p.heads_q;
+  const ForwardChoice choice = choose_forward(std::max(p.head_dim, p.head_dim_v), p.seqlen_q,
+                                              p.heads_q, heads_kv, p.batch, is_causal(p));
+  if (choice.row < 0) return cudaErrorInvalidValue;
+  return kLaunches[choice.row](p, {choice.grouping}, stream);
 }
 
 }  // namespace

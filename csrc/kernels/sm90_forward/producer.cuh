@@ -52,7 +52,7 @@ __device__ __forceinline__ bool find_tile(const ForwardArguments& a, TileQueue& 
     const int here = __ffs(__ballot_sync(0xffffffffu, index < s.through[lane + 1])) - 1;
     const int first = s.through[here];
     const TileOrder order{(s.through[here + 1] - first) / a.heads, a.heads,
-                          min(a.order.section, a.heads)};
+                          min(a.order.section, a.heads), 0};
     sequence = s.batch + here;
     tile = tile_at(order, index - first);
   } else {
@@ -111,6 +111,8 @@ __device__ __forceinline__ void describe_tile(const ForwardArguments& a, const T
     w.seqlen_k = seg_k.length;
     w.shift = window.shift;
     w.first_key = window.first_key(grouping<Config>(a).query(begin_row));
+    w.clears = w.first_key > range.begin * Config::kBlockN ||
+               (a.packed && seg_k.length < range.end * Config::kBlockN);
   }
 }
 

@@ -24,6 +24,7 @@ struct ForwardConfig {
   static constexpr int kQStages = kTile.q_stages;
   static constexpr int kStages = kTile.stages;
   static constexpr int kOutStages = kTile.out_stages();
+  static constexpr int kBlocks = kTile.blocks;
   static constexpr int kConsumers = kTile.consumers();
   static constexpr int kThreads = kTile.threads();
   static constexpr int kProducerRegisters = kTile.producer_registers();
@@ -33,7 +34,8 @@ struct ForwardConfig {
   static constexpr int kTileBytes = 2 * kBlockN * kColumns;  // of K or V
   static constexpr int kRowBytes = 128;  // one swizzled row of a 64-element column block
   static constexpr bool kKeepScores = kTile.keep_scores;
-  static constexpr bool kTakesGroups = takes_groups(kTile);
+  static constexpr bool kTakesGroups =
+      kForwardTiles[grouped_tile(kHeadDim)].block_m == kTile.block_m;
 
   static_assert(kTile.head_dim == kHeadDim, "the tile table has no such row");
   static_assert(kHeadDim % 16 == 0, "a product is 16 deep");
@@ -43,8 +45,9 @@ struct ForwardConfig {
 
 // One tile of query rows, worked out once for all roles.
 struct alignas(128) Work {
-  bool stop;  // no tile: the block is done
-  int head;   // of q, the first of those in the tile
+  bool stop;    // no tile: the block is done
+  bool clears;  // V holds rows that no query of the tile may see
+  int head;     // of q, the first of those in the tile
   int head_kv;
   int batch;      // of the tensors; 0 when packed
   int q_row;      // of the tensors, where the tile begins

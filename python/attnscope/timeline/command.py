@@ -164,6 +164,8 @@ def show(facts: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
         f"{summary['blocks']} blocks, {summary['tiles']} tiles of {tile['block_m']} x "
         f"{tile['block_n']}, {tile['consumers']} consumers; SM clock {_number(clock, '.0f')} MHz"
     )
+    if tile["blocks"] > 1:
+        say(f"{tile['blocks']} blocks may share an SM: shares and overlap are inside each of them")
     out = console()
     out.print(_states_table(summary))
     out.print(_overlap_table(summary))
@@ -177,7 +179,7 @@ def show(facts: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
     say(
         f"blocks end between {_number(tail['first_end_ns'], '.0f')} and "
         f"{_number(tail['last_end_ns'], '.0f')} ns ({_number(tail['idle_share'], '.1%')} of the "
-        f"time no block runs on an SM); they begin within {tail['begin_spread_ns']:.0f} ns; the "
+        f"time a block's place is empty); they begin within {tail['begin_spread_ns']:.0f} ns; the "
         f"device timer moves by {_number(tail['timer_step_ns'], '.0f')} ns"
     )
 

@@ -17,7 +17,7 @@ from attnscope.timeline import layout
 from attnscope.timeline.layout import CONSUMER, SCHEDULER, WORDS
 
 Words = NDArray[np.uint32]
-FORMAT = 2
+FORMAT = 3
 ARRAYS = ("blocks", "head", "ends", "tiles", "steps")
 
 

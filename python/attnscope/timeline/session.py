@@ -35,14 +35,15 @@ def record(work: Workload, device: torch.device, seed: int = 0) -> Recording:
         heads = work.heads_q, work.heads_kv
         tile = kernel.tile(work.head_dim, work.seqlen_q, work.batch, *heads, work.causal)
         sms = torch.cuda.get_device_properties(device).multi_processor_count
+        most_blocks = sms * tile["blocks"]
         lanes = layout.CONSUMER + tile["consumers"]
         rows = work.seqlen_q * tile["heads"]
         tiles = work.batch * work.heads_q // tile["heads"] * -(-rows // tile["block_m"])
-        mean_tiles = -(-tiles // min(tiles, sms))
+        mean_tiles = -(-tiles // min(tiles, most_blocks))
         per_tile = -(-work.seqlen_k // tile["block_n"])
         tile_rows = min(ROOM * mean_tiles + 2, MOST_TILE_ROWS)
         step_rows = min((ROOM * mean_tiles + 2) * per_tile, MOST_STEP_ROWS)
-        shape = (sms, rows_of_block(lanes, tile_rows, step_rows), layout.WORDS)
+        shape = (most_blocks, rows_of_block(lanes, tile_rows, step_rows), layout.WORDS)
         words = torch.zeros(shape, dtype=torch.int32, device=device)
         kernel.attach(words, lanes, tile_rows, step_rows)
         q, k, v, *_ = work.inputs(device, seed)
