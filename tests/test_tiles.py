@@ -62,3 +62,34 @@ def test_the_hopper_tile_table():
     command = [CXX, "-std=c++17", "-fsyntax-only", "-x", "c++", f"-I{ROOT / 'csrc'}", "-"]
     result = subprocess.run(command, input=HOPPER, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+DIVISOR = """
+#include <cstdint>
+#include <initializer_list>
+static uint32_t __umulhi(uint32_t a, uint32_t b) { return uint64_t{a} * b >> 32; }
+#define __CUDACC__
+#define __device__
+#define __forceinline__ inline
+#include "attn/divisor.h"
+int main() {
+  constexpr int64_t kMost = INT32_MAX;
+  for (int64_t d = 1; d <= kMost; d += d < 2000 ? 1 : d / 19) {
+    const attnscope::Divisor by = attnscope::Divisor::of(static_cast<int>(d));
+    for (int64_t n = 0; n <= kMost; n += n < 20000 ? 1 : n / 53 + 7) {
+      for (int64_t near : {n, n / d * d, n / d * d + d - 1, kMost}) {
+        if (near <= kMost && static_cast<int>(near) / by != near / d) return 1;
+      }
+    }
+  }
+  return 0;
+}
+"""
+
+
+@pytest.mark.skipif(CXX is None, reason="no g++")
+def test_a_divisor_divides(tmp_path):
+    program = tmp_path / "divisor"
+    command = [CXX, "-O1", "-std=c++17", "-x", "c++", f"-I{ROOT / 'csrc'}", "-o", program, "-"]
+    subprocess.run(command, input=DIVISOR, text=True, check=True)
+    assert subprocess.run([program]).returncode == 0

@@ -40,7 +40,8 @@ __device__ __forceinline__ Tile tile_at(const TileOrder& order, int index) {
   const int first = at_end ? before : index / (section * order.m_blocks) * section;
   const int width = min(section, order.heads - first);
   const int rest = index - first * order.m_blocks;
-  return {order.m_blocks - 1 - rest / width, first + rest % width};
+  const int above = width == 1 ? rest : rest / width;
+  return {order.m_blocks - 1 - above, first + rest - above * width};
 }
 #endif
 

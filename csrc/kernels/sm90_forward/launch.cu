@@ -89,20 +89,21 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, cudaStream_t strea
   a.params = p;
   a.scores = score_scales(p);
   a.grouping = grouping;
-  a.heads = p.heads_q >> a.grouping.log2;
-  a.heads_per_key = p.heads_q / std::max(p.heads_kv, 1);
+  const int heads = p.heads_q >> a.grouping.log2;
+  a.heads = Divisor::of(std::max(heads, 1));
+  a.heads_per_key = Divisor::of(std::max(p.heads_q / std::max(p.heads_kv, 1), 1));
   const int rows = a.grouping.rows(p.seqlen_q);
   const int m_blocks = ceil_div(rows, Config::kBlockM);
   const int64_t kv_bytes =
       int64_t{p.seqlen_k} * (p.head_dim + p.head_dim_v) * sizeof(typename Config::Element);
-  a.order = tile_order(m_blocks, p.batch, a.heads, p.heads_kv, kv_bytes, is_causal(p));
+  a.order = tile_order(m_blocks, p.batch, heads, p.heads_kv, kv_bytes, is_causal(p));
   if (!is_causal(p) && ceil_div(rows, 64) % Config::kConsumers != 0) {
     // Some tiles have 64 rows less; as the last ones they even out the end.
     a.order.last = std::min(a.order.heads, ceil_div(kMultiprocessors, std::max(m_blocks, 1)));
   }
   int64_t tiles = a.order.tiles();
   if (p.packed()) {
-    tiles = std::min(tiles, ((p.total_q << a.grouping.log2) / Config::kBlockM + p.batch) * a.heads);
+    tiles = std::min(tiles, ((p.total_q << a.grouping.log2) / Config::kBlockM + p.batch) * heads);
   }
   if (tiles > kMostTiles) return cudaErrorInvalidConfiguration;
   a.tiles = static_cast<int>(tiles);

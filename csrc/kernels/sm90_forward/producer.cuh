@@ -20,7 +20,7 @@ __device__ __forceinline__ void count_tiles(const ForwardArguments& a, TileQueue
   if (s.batch + lane < a.params.batch) {
     const Segment q =
         segment(a.params.cu_seqlens_q, a.params.total_q, a.params.seqlen_q, s.batch + lane);
-    tiles = (grouping<Config>(a).rows(q.length) + Config::kBlockM - 1) / Config::kBlockM * a.heads;
+    tiles = (grouping<Config>(a).rows(q.length) + Config::kBlockM - 1) / Config::kBlockM * a.heads.divisor;
   }
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
@@ -51,8 +51,8 @@ __device__ __forceinline__ bool find_tile(const ForwardArguments& a, TileQueue& 
     }
     const int here = __ffs(__ballot_sync(0xffffffffu, index < s.through[lane + 1])) - 1;
     const int first = s.through[here];
-    const TileOrder order{(s.through[here + 1] - first) / a.heads, a.heads,
-                          min(a.order.section, a.heads), 0};
+    const TileOrder order{(s.through[here + 1] - first) / a.heads, a.heads.divisor,
+                          min(a.order.section, a.heads.divisor), 0};
     sequence = s.batch + here;
     tile = tile_at(order, index - first);
   } else {
@@ -62,7 +62,7 @@ __device__ __forceinline__ bool find_tile(const ForwardArguments& a, TileQueue& 
     const int batch = tile.head / a.heads;  // 0 in a packed batch
     s.sequence = sequence + batch;
     s.m_block = tile.m_block;
-    w.head = (tile.head - batch * a.heads) << grouping<Config>(a).log2;
+    w.head = (tile.head - batch * a.heads.divisor) << grouping<Config>(a).log2;
   }
   return true;
 }

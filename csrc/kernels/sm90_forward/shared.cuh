@@ -4,6 +4,7 @@
 #include <cuda.h>
 
 #include "attn/block_range.cuh"
+#include "attn/divisor.h"
 #include "attn/params.h"
 #include "attn/score_scales.h"
 #include "attn/seqlen.cuh"
@@ -119,10 +120,10 @@ struct ForwardArguments {
   TileOrder order;
   ScoreScales scores;
   Grouping grouping;
-  int heads;          // of q, groups of them counted once
-  int heads_per_key;  // of q for each of k and v
-  int tiles;          // dense: how many; packed: at most so many
-  bool eager;         // tiles are taken ahead
+  Divisor heads;          // of q, groups of them counted once
+  Divisor heads_per_key;  // of q for each of k and v
+  int tiles;              // dense: how many; packed: at most so many
+  bool eager;             // tiles are taken ahead
   bool packed;
   TileCounter* counter;
 };
