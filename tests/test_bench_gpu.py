@@ -57,6 +57,7 @@ def spin_2ms():
     return lambda: torch.cuda._sleep(int(2.0 * rate))
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("samples", [1, 10, 100])
 @pytest.mark.parametrize("side_stream", [False, True])
 @pytest.mark.parametrize("settings", [dict(), dict(l2="warm"), dict(graph=True)], ids=str)

@@ -89,6 +89,7 @@ OPS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
 }
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("name", OPS)
 def test_time_of_an_op_is_that_of_its_kernels_and_of_cuda_events(name: str) -> None:
     call, op = OPS[name]

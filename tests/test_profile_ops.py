@@ -283,6 +283,7 @@ def test_a_cold_case_needs_a_gpu() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.timing
 @pytest.mark.parametrize("name", ["matmul", "sdpa-flash, forward and backward"])
 def test_a_case_meets_its_bars_on_a_gpu(name: str) -> None:
     record = measure(next(one for one in CASES if one.name == name), torch.device("cuda", 0))

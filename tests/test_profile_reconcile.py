@@ -94,6 +94,7 @@ def test_bad_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.timing
 @pytest.mark.parametrize("impl", ("mm", "attention", "sdpa", "several"))
 def test_tools_agree_on_a_gpu(impl: str) -> None:
     import attnscope
@@ -115,6 +116,7 @@ def test_tools_agree_on_a_gpu(impl: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.timing
 def test_a_call_that_cannot_be_captured_is_a_row_with_the_reason() -> None:
     a = torch.randn(2048, 2048, device="cuda")
     table = reconcile(lambda: (a @ a).sum().item()).set_index("tool")

@@ -6,7 +6,8 @@
 namespace attnscope {
 
 // n / divisor for 0 <= n < 2^31, divisor > 0, by a multiplication: a division takes the device some
-// thirty dependent instructions. Granlund and Montgomery 1994, section 4 (doi:10.1145/178243.178249).
+// thirty dependent instructions. Granlund and Montgomery 1994, section 4
+// (doi:10.1145/178243.178249).
 struct Divisor {
   int divisor;
   uint32_t multiplier;

@@ -20,7 +20,8 @@ __device__ __forceinline__ void count_tiles(const ForwardArguments& a, TileQueue
   if (s.batch + lane < a.params.batch) {
     const Segment q =
         segment(a.params.cu_seqlens_q, a.params.total_q, a.params.seqlen_q, s.batch + lane);
-    tiles = (grouping<Config>(a).rows(q.length) + Config::kBlockM - 1) / Config::kBlockM * a.heads.divisor;
+    tiles = (grouping<Config>(a).rows(q.length) + Config::kBlockM - 1) / Config::kBlockM *
+            a.heads.divisor;
   }
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
