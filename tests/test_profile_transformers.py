@@ -13,8 +13,8 @@ import typer
 from trace_files import RECORDED
 from typer.testing import CliRunner
 
+from attnscope import transformers as registered
 from attnscope.profile import Profile, ProfileError, profile
-from attnscope.profile import transformers_attention as registered
 from attnscope.profile import transformers_run as run
 from attnscope.profile.models import ATTENTION, CORE, EMBEDDING, FORWARD, LOSS, MLP
 from attnscope.profile.transformers_command import transformers_command

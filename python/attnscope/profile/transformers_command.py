@@ -33,7 +33,7 @@ def transformers_command(
     """
     with bad_input(COMMAND):
         from attnscope.bench.store import Results, environment
-        from attnscope.profile.transformers_attention import require
+        from attnscope.transformers import require
 
         settings = {"transformers": require()}
         from attnscope.profile.transformers_report import transformers_report

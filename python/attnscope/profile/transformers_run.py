@@ -26,7 +26,7 @@ from attnscope.profile.records import Record
 from attnscope.profile.result import Profile
 from attnscope.profile.session import annotate, profile, synchronize
 from attnscope.profile.show import attribution_line
-from attnscope.profile.transformers_attention import NAME, register
+from attnscope.transformers import NAME, register
 
 EAGER = "eager"
 IMPLS = (EAGER, "sdpa", NAME)
