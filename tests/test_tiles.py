@@ -42,10 +42,12 @@ static_assert(tile(128, 2048, true).block_m == 192 && tile(128, 2048, false).blo
 static_assert(tile(64, 128, false).block_m == 64 && tile(64, 129, false).block_m == 256);
 static_assert(tile(128, 256, true).block_m == 128, "two of 192 leave a third empty");
 static_assert(tile(128, 257, true).block_m == 192);
-static_assert(tile(64, 512, true, 66).block_m == 256, "132 tiles: one for each SM");
-static_assert(tile(64, 512, true, 65).block_m == 192, "130 tiles of 256 rows: two SMs idle");
-static_assert(tile(64, 512, true, 32).block_m == 64, "96 tiles of 192 rows");
-static_assert(tile(128, 512, true, 16).block_m == 64 && tile(128, 512, true, 40).block_m == 128);
+static_assert(tile(64, 512, true, 65).block_m == 256, "130 tiles; 520 of 64 rows: four rounds");
+static_assert(tile(64, 512, true, 32).block_m == 64, "two rounds of 64 rows for one of 192");
+static_assert(tile(64, 1024, true, 32).block_m == 256, "no smaller ones end sooner");
+static_assert(tile(128, 512, true, 16).block_m == 64 && tile(128, 512, true, 40).block_m == 192);
+static_assert(tile(128, 1 << 14, false, 1).block_m == 128, "128 tiles, or 256 in two rounds");
+static_assert(tile(128, 100, true, 66).block_m == 64 && tile(128, 100, true, 67).block_m == 128);
 static_assert(tile(256, 1, true, 1).block_m == 128, "no tile is smaller");
 static_assert(grouped(64, 64, 3) && grouped(128, 128, 3) && grouped(96, 192, 3));
 static_assert(choose_grouping(64, 32, 8, 64) == 2 && choose_grouping(65, 32, 8, 64) == 0);

@@ -110,8 +110,8 @@ struct ForwardChoice {
   int grouping;
 };
 
-// The first row that takes so many queries; where its tiles would leave multiprocessors idle, one
-// with smaller ones.
+// The first row that takes so many queries; but where its tiles would leave multiprocessors idle,
+// the one that leaves the fewest query rows to the busiest, of those with tiles no larger.
 constexpr ForwardChoice choose_forward(int head_dim, int queries, int heads_q, int heads_kv,
                                        long long batch, bool causal) {
   const int dim = tile_head_dim(head_dim);
@@ -124,12 +124,15 @@ constexpr ForwardChoice choose_forward(int head_dim, int queries, int heads_q, i
     const bool enough = queries > t.over_rows || t.over_rows == 0;
     if (t.head_dim == dim && enough && queries <= most) row = i;
   }
-  while (row >= 0) {
-    const int block_m = kForwardTiles[row].block_m;
-    const int smaller = largest_tile(dim, block_m - 1);
-    const long long tiles = ((queries - 1LL) / block_m + 1) * batch * heads_q;
-    if (smaller < 0 || tiles >= kMultiprocessors) break;
-    row = smaller;
+  const auto rounds = [&](int i) {  // of tiles, a tile an SM
+    const long long tiles = ((queries - 1LL) / kForwardTiles[i].block_m + 1) * batch * heads_q;
+    return (tiles + kMultiprocessors - 1) / kMultiprocessors;
+  };
+  const auto rows = [&](int i) { return rounds(i) * kForwardTiles[i].block_m; };
+  if (row >= 0 && rounds(row) <= 1) {
+    for (int i = row; i >= 0; i = largest_tile(dim, kForwardTiles[i].block_m - 1)) {
+      if (rows(i) < rows(row)) row = i;
+    }
   }
   return {row, 0};
 }
