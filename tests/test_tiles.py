@@ -23,9 +23,9 @@ constexpr bool every_tile_fits() {
   for (const ForwardTile& t : kForwardTiles) {
     const int registers =
         128 * (t.producer_registers() + t.consumers() * t.consumer_registers());
-    if (t.blocks * (t.shared_bytes() + 1024) > 233472 || t.blocks * registers > 65536)
+    if (t.blocks_per_sm * (t.shared_bytes() + 1024) > 233472 || t.blocks_per_sm * registers > 65536)
       return false;
-    if (t.consumers() > kMaxConsumers || t.blocks * t.threads() > 2048) return false;
+    if (t.consumers() > kMaxConsumers || t.blocks_per_sm * t.threads() > 2048) return false;
     if (t.consumer_registers() % 8 != 0 || t.consumer_registers() > 240) return false;
   }
   return true;

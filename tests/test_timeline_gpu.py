@@ -153,7 +153,7 @@ def test_the_marks_change_no_result_and_measures_are_possible(recorded):
 def test_a_block_lives_on_one_sm_with_no_more_than_its_tile_says(recorded):
     _, made = recorded
     _, blocks = np.unique(made.head[:, layout.SM], return_counts=True)
-    assert blocks.max() <= made.facts["tile"]["blocks"]
+    assert blocks.max() <= made.facts["tile"]["blocks_per_sm"]
     assert (made.ends[:, :, layout.SM] == made.head[:, None, layout.SM]).all()
 
 

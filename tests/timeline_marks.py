@@ -11,7 +11,7 @@ from attnscope.timeline.layout import CONSUMER, PRODUCER, QUERIES, SCHEDULER, WO
 from attnscope.timeline.recording import Recording, rows_of_block
 
 TILE = {
-    "head_dim": 128, "block_m": 128, "block_n": 128, "q_stages": 1, "stages": 2, "blocks": 1,
+    "head_dim": 128, "block_m": 128, "block_n": 128, "q_stages": 1, "stages": 2, "blocks_per_sm": 1,
     "consumers": 2, "keep_scores": 1, "heads": 1,
 }  # fmt: skip
 FACTS: dict[str, Any] = {

@@ -11,19 +11,19 @@ namespace attnscope::binding {
 namespace {
 
 template <class Tile>
-void append(std::ostringstream& json, const char* kernel, const Tile& t, int blocks_per_sm) {
+void append(std::ostringstream& json, const char* kernel, const Tile& t) {
   json << (json.tellp() > 1 ? ", " : "") << "{\"kernel\": \"" << kernel
        << "\", \"head_dim\": " << t.head_dim << ", \"block_m\": " << t.block_m
        << ", \"block_n\": " << t.block_n << ", \"threads\": " << t.threads()
        << ", \"stages\": " << t.stages << ", \"shared_bytes\": " << t.shared_bytes()
-       << ", \"blocks_per_sm\": " << blocks_per_sm << ", \"reason\": \"" << t.reason << "\"}";
+       << ", \"blocks_per_sm\": " << t.blocks_per_sm << ", \"reason\": \"" << t.reason << "\"}";
 }
 
 std::string kernels() {
   std::ostringstream json;
   json << "[";
-  for (const auto& t : sm80::kForwardTiles) append(json, "sm80_forward", t, t.blocks_per_sm);
-  for (const auto& t : sm90::kForwardTiles) append(json, "sm90_forward", t, 1);
+  for (const auto& t : sm80::kForwardTiles) append(json, "sm80_forward", t);
+  for (const auto& t : sm90::kForwardTiles) append(json, "sm90_forward", t);
   json << "]";
   return json.str();
 }

@@ -6,16 +6,16 @@
 namespace attnscope::sm90 {
 
 struct ForwardTile {
-  int head_dim;      // rounded up; smaller head dims are zero-filled by the copy engine
-  int block_m;       // query rows of a thread block, 64 a consumer warpgroup
-  int block_n;       // keys of one step
-  int q_stages;      // Q tiles in flight: the present one and the next, or one
-  int stages;        // K and V tiles in flight
-  int blocks;        // on an SM at a time
-  bool keep_scores;  // through the softmax; else they are computed again when the maximum rose
-  int over_rows;     // serves calls of more than so many query rows
-  int full_rows;     // and of no more than so many,
-  int causal_rows;   // causal ones of no more than so many
+  int head_dim;       // rounded up; smaller head dims are zero-filled by the copy engine
+  int block_m;        // query rows of a thread block, 64 a consumer warpgroup
+  int block_n;        // keys of one step
+  int q_stages;       // Q tiles in flight: the present one and the next, or one
+  int stages;         // K and V tiles in flight
+  int blocks_per_sm;  // at a time
+  bool keep_scores;   // through the softmax; else they are computed again when the maximum rose
+  int over_rows;      // serves calls of more than so many query rows
+  int full_rows;      // and of no more than so many,
+  int causal_rows;    // causal ones of no more than so many
   const char* reason;
 
   // As they lie in shared memory: column blocks of 64.
@@ -27,7 +27,7 @@ struct ForwardTile {
   // A thread's registers: what the feeding warps can spare goes to the consumers.
   constexpr int producer_registers() const { return consumers() == 2 ? 24 : 32; }
   constexpr int consumer_registers() const {
-    const int launched = 65536 / (blocks * threads()) / 8 * 8;
+    const int launched = 65536 / (blocks_per_sm * threads()) / 8 * 8;
     const int rest = launched * (consumers() + 1) - producer_registers();
     const int each = rest / consumers() / 8 * 8;
     return each < 240 ? each : 240;

@@ -19,7 +19,7 @@
 namespace attnscope::sm90 {
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     forward_kernel(const __grid_constant__ ForwardArguments a) {
   extern __shared__ __align__(1024) char shared_memory[];
   auto& s = *reinterpret_cast<ForwardShared<Config>*>(shared_memory);

@@ -131,14 +131,14 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, cudaStream_t strea
   constexpr int kSharedBytes = sizeof(ForwardShared<Config>);
   static_assert(kSharedBytes == Config::kTile.shared_bytes(),
                 "the tile table and the struct disagree");
-  static_assert(Config::kBlocks * (kSharedBytes + 1024) <= 233472, "shared memory of an SM");
+  static_assert(Config::kBlocksPerSm * (kSharedBytes + 1024) <= 233472, "shared memory of an SM");
   const auto kernel = forward_kernel<Config>;
   if (cudaError_t error =
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
       error != cudaSuccess) {
     return error;
   }
-  const int most = Config::kBlocks * device_attribute(cudaDevAttrMultiProcessorCount);
+  const int most = Config::kBlocksPerSm * device_attribute(cudaDevAttrMultiProcessorCount);
   const int blocks = std::clamp(a.tiles, 1, most);
   kernel<<<blocks, Config::kThreads, kSharedBytes, stream>>>(a);
   return cudaGetLastError();

@@ -25,7 +25,7 @@ struct ForwardConfig {
   static constexpr int kQStages = kTile.q_stages;
   static constexpr int kStages = kTile.stages;
   static constexpr int kOutStages = kTile.out_stages();
-  static constexpr int kBlocks = kTile.blocks;
+  static constexpr int kBlocksPerSm = kTile.blocks_per_sm;
   static constexpr int kConsumers = kTile.consumers();
   static constexpr int kThreads = kTile.threads();
   static constexpr int kProducerRegisters = kTile.producer_registers();

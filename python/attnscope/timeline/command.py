@@ -164,8 +164,10 @@ def show(facts: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
         f"{summary['blocks']} blocks, {summary['tiles']} tiles of {tile['block_m']} x "
         f"{tile['block_n']}, {tile['consumers']} consumers; SM clock {_number(clock, '.0f')} MHz"
     )
-    if tile["blocks"] > 1:
-        say(f"{tile['blocks']} blocks may share an SM: shares and overlap are inside each of them")
+    if tile["blocks_per_sm"] > 1:
+        say(
+            f"up to {tile['blocks_per_sm']} blocks share an SM: shares and overlap are inside each"
+        )
     out = console()
     out.print(_states_table(summary))
     out.print(_overlap_table(summary))

@@ -22,8 +22,8 @@ from attnscope.kernels import symbol_matches
 SOURCES = ("csrc/kernels/sm90_forward/launch.cu", "csrc/attn/tile_counter.cu")
 FOLDERS = ("csrc/ptx", "csrc/attn", "csrc/kernels/sm90_forward")
 TILE_FIELDS = (
-    "head_dim", "block_m", "block_n", "q_stages", "stages", "blocks", "consumers", "keep_scores",
-    "heads",
+    "head_dim", "block_m", "block_n", "q_stages", "stages", "blocks_per_sm", "consumers",
+    "keep_scores", "heads",
 )  # fmt: skip
 
 
