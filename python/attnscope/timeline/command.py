@@ -165,9 +165,7 @@ def show(facts: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
         f"{tile['block_n']}, {tile['consumers']} consumers; SM clock {_number(clock, '.0f')} MHz"
     )
     if tile["blocks_per_sm"] > 1:
-        say(
-            f"up to {tile['blocks_per_sm']} blocks share an SM: shares and overlap are inside each"
-        )
+        say(f"up to {tile['blocks_per_sm']} blocks share an SM: shares and overlap are inside each")
     out = console()
     out.print(_states_table(summary))
     out.print(_overlap_table(summary))
