@@ -56,8 +56,30 @@ def test_another_card_never_gets_a_known_peak(
 def test_peaks_are_dense_and_within_reach_of_the_boost_clock(device) -> None:
     at_boost = device.peak_at("bfloat16", device.boost_mhz)
     assert 0.75 * at_boost < device.peaks["bfloat16"] < 1.005 * at_boost
-    assert "float64" not in device.peaks
     assert device.peak_at("float32", device.boost_mhz) is None
+    assert device.source.startswith("NVIDIA")
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
+def test_peaks_of_one_card_fit_together(device) -> None:
+    """By what tensor cores do in a clock: TF32 half of bf16, fp8 twice; datasheets round."""
+    peaks = device.peaks
+    assert peaks["tfloat32"] == pytest.approx(peaks["bfloat16"] / 2, rel=0.02)
+    assert peaks.get("float8_e4m3fn") == peaks.get("float8_e5m2")
+    if "float8_e4m3fn" in peaks:
+        assert peaks["float8_e4m3fn"] == pytest.approx(2 * peaks["bfloat16"], rel=0.02)
+        for dtype, times in (("tfloat32", 0.5), ("float8_e4m3fn", 2)):
+            assert device.peak_at(dtype, 1000) == times * device.peak_at("bfloat16", 1000)
+    # The tensor cores of A100, A30 and Hopper do as many fp64 FLOPs as the other units do fp32.
+    assert peaks.get("float64") in (None, peaks.get("float32"))
+
+
+def test_cards_without_a_unit_have_no_peak_for_it() -> None:
+    peaks = {device.name: device.peaks for device in DEVICES}
+    assert "float8_e4m3fn" not in peaks["A100 SXM 80GB"]
+    assert "float64" not in peaks["RTX 4090"] and "float64" not in peaks["L40S"]
+    a100, _ = find_device("NVIDIA A100-SXM4-40GB")
+    assert a100 is not None and a100.peak_at("float8_e4m3fn", 1410) is None
 
 
 def test_peak_follows_the_measured_clock() -> None:
@@ -74,4 +96,4 @@ def test_the_roof_is_the_lower_of_compute_and_memory() -> None:
     assert short is not None and long is not None
     assert (short.tflops, short.bound) == (pytest.approx(480.0), "memory")
     assert (long.tflops, long.bound) == (pytest.approx(989.4), "compute")
-    assert device.roof("float64", 1e12, 1e9) is None
+    assert device.roof("int8", 1e12, 1e9) is None

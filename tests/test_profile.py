@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -370,3 +371,17 @@ def test_a_table_that_pytorch_cannot_make_is_said_and_the_profile_kept(monkeypat
     assert "key_averages() failed in PyTorch" in capsys.readouterr().err
     with pytest.raises(ProfileError, match="invalid start byte"):
         found.kineto_comparison()
+
+
+def test_only_what_runs_when_it_is_called_is_decorated() -> None:
+    with pytest.raises(TypeError, match=r"name: is <function .*; a function is decorated with @"):
+        profile(lambda: None)  # type: ignore[arg-type]
+
+    def steps() -> Iterator[int]:
+        yield 1
+
+    async def later() -> None: ...
+
+    for function in (steps, later):
+        with pytest.raises(TypeError, match="profile what iterates or awaits it"):
+            profile()(function)

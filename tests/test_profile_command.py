@@ -128,6 +128,10 @@ def test_full_names_are_kernel_symbols() -> None:
         (["--trace", "nowhere.json"], "nowhere.json: No such file"),
         (["--trace", "a.json", "--kineto"], "--kineto: a trace does not hold"),
         (["nowhere.py"], "there is no file 'nowhere.py'; a module needs -m"),
+        (["-m", "nowhere"], "there is no module 'nowhere' to run"),
+        (["-m", "nowhere.inside"], "there is no module 'nowhere.inside' to run"),
+        (["-m", "rich.__nowhere__"], "there is no module 'rich.__nowhere__' to run"),
+        (["-m", "attnscope.bench"], "there is no module 'attnscope.bench' to run"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(arguments: list[str], said: str) -> None:
@@ -180,7 +184,8 @@ def test_a_script_without_ops_has_nothing_to_show_or_write(tmp_path: Path) -> No
     path = tmp_path / "idle.py"
     path.write_text("print('idle')\n")
     code, out = run("--output", str(tmp_path / "out"), str(path))
-    assert code == 0 and "nothing was recorded" in out and not (tmp_path / "out").exists()
+    assert code == 0 and "nothing was recorded" in out
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_a_module_runs_as_main(tmp_path: Path) -> None:
@@ -255,3 +260,66 @@ def test_output_of_a_run_without_a_gpu_is_whole(script: str, tmp_path: Path) -> 
     assert (folder / "profile.html").exists() and (folder / "memory.csv").exists()
     again, out = run("--trace", str(folder / "trace.json"))
     assert again == 0 and "aten::matmul" in out
+
+
+def test_options_are_looked_at_before_the_script_runs(script: str, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    for options, said in (
+        (["--output", str(tmp_path / "taken")], "File exists"),
+        (["--sort", "colour"], "sort: 'colour' is not a column"),
+    ):
+        code, out = run(*options, script)
+        assert code == 2 and said in out and "arguments" not in out
+
+
+def test_output_is_where_the_command_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("other").mkdir()
+    Path("moves.py").write_text("import os, torch; os.chdir('other'); torch.ones(2) + 1")
+    assert run("--output", "out", "moves.py")[0] == 0
+    assert (tmp_path / "out/profile.json").exists() and not (tmp_path / "other/out").exists()
+
+
+def test_a_range_may_have_quotes_in_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "quotes.py"
+    path.write_text(SCRIPT.replace('"work"', "'say \"hi\"'"))
+    code, out = run("--output", str(tmp_path / "out"), str(path))
+    assert code == 0 and 'say "hi"' in out
+    for name in ("profile.json", "trace.json"):
+        assert "say" in json.dumps(json.loads((tmp_path / "out" / name).read_text()))
+
+
+SECOND = {
+    "ended": "with torch.profiler.profile():\n    torch.ones(2) + 1",
+    "with a schedule": (
+        "with torch.profiler.profile(schedule=torch.profiler.schedule(wait=0, warmup=1, active=1))"
+        " as p:\n    torch.ones(2) + 1; p.step(); torch.ones(2) + 1; p.step()"
+    ),
+    "of autograd": "with torch.autograd.profiler.profile():\n    torch.ones(2) + 1",
+    "left running": "p = torch.profiler.profile(); p.start(); torch.ones(2) + 1",
+}
+
+
+@pytest.mark.parametrize("how", SECOND)
+def test_a_second_profiler_in_the_script_is_told_of(how: str, tmp_path: Path) -> None:
+    """In a process of its own: PyTorch ends the process where it is not found out in time."""
+    (tmp_path / "second.py").write_text(f"import torch\ntorch.ones(3) * 2\n{SECOND[how]}\n")
+    command = [sys.executable, "-m", "attnscope", "profile", "second.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    said = done.stdout + done.stderr
+    assert done.returncode == 2 and "another profiler of PyTorch ran inside" in said, said
+    assert "Traceback" not in said
+
+
+def test_a_record_that_cannot_be_read_is_not_the_fault_of_the_script(
+    script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Any, source: Path) -> None:
+        raise KeyError("ours")
+
+    monkeypatch.setattr("attnscope.profile.result.Profile.fill", broken)
+    code, out = run(script)
+    assert code == 1 and "the record cannot be read: KeyError: 'ours'" in out
+    assert "Traceback" not in out

@@ -13,7 +13,8 @@ import attnscope
 from attnscope.bench.devices import Device, find_device
 from attnscope.profile import flops
 from attnscope.profile.attribution import Attribution
-from attnscope.profile.flops import FlopCounts, Work, op_flops, op_work, rate, trace_device
+from attnscope.profile.flops import FlopCounts, op_flops, op_work, trace_device
+from attnscope.profile.rates import Work, rate
 from attnscope.profile.trace import CpuEvent, Trace
 
 Q = (1, 4, 1, 64)  # [B, S, H, D]
@@ -29,12 +30,13 @@ def work(event: CpuEvent) -> Work:
 
 def test_small_attention_by_hand() -> None:
     full = work(op_event("attnscope::forward", Q, Q, Q, _8=False, _9=-1, _10=-1))
-    assert (full.flops, full.rule) == (4096, "all pairs")
+    assert (full.flops, full.rule) == (4096, "attention 2 (D + Dv) a pair, all pairs")
     causal = work(op_event("attnscope::forward", Q, Q, Q, _8=True, _9=-1, _10=-1))
-    assert (causal.flops, causal.rule) == (2560, "visible pairs of a causal mask")
+    assert causal.flops == 2560
+    assert causal.rule == "attention 2 (D + Dv) a pair, visible pairs of a causal mask"
     backward = work(op_event("attnscope::backward", Q, Q, Q, Q, Q, _11=True, _12=-1, _13=-1))
     assert backward.flops == 6400 == 2.5 * causal.flops
-    assert backward.rule == "visible pairs of a causal mask, five products"
+    assert backward.rule == "attention 2 (3 D + 2 Dv) a pair, visible pairs of a causal mask"
     assert full.dtype == "bfloat16"
 
 
@@ -93,7 +95,7 @@ def test_window_heads_and_head_dim_v() -> None:
     backward = op_event("attnscope::backward", q, q, k, v, q, q, _11=False)
     assert op_flops(backward) == 2 * 2 * 4 * 64 * (3 * 64 + 2 * 32)
     masked = work(op_event("aten::_scaled_dot_product_efficient_attention", P, P, P, P, _6=False))
-    assert masked.rule == "all pairs; the mask tensor is not looked into"
+    assert masked.rule == "attention 2 (D + Dv) a pair, all pairs, the mask tensor not looked into"
 
 
 @pytest.mark.parametrize("transposed", (False, True))
@@ -243,7 +245,8 @@ def test_rate_on_a_known_device() -> None:
     assert found.tflops == pytest.approx(494.7)
     assert found.mfu == pytest.approx(0.5)
     assert found.mfu_at_clock == pytest.approx(494.7 / card.peak_at("bfloat16", 1830))  # type: ignore[operator]
-    assert (found.rule, found.reason, found.flag) == ("2 m n k", None, None)
+    assert (found.rule, found.peak) == ("2 m n k", "bfloat16 989.4 TFLOP/s")
+    assert found.reason is None
     mixed = rate([Work(989_400_000, "bfloat16", "a"), Work(66_900_000, "float32", "b")], 2000, card)
     assert mixed.mfu == pytest.approx(1.0) and mixed.rule == "a; b"
 
@@ -257,14 +260,46 @@ def test_rate_without_what_it_needs() -> None:
     assert rate([], 1000, device()).reason == "no op with a FLOP formula"
     nothing = rate(some, 0, device())
     assert (nothing.flops, nothing.tflops) == (1000, None) and nothing.reason
-    double = rate([Work(1000, "float64", "2 m n k")], 1000, device())
-    assert double.mfu is None and double.reason == "H200 SXM: no peak for float64"
+    whole = rate([Work(1000, "int8", "2 m n k")], 1000, device())
+    assert whole.mfu is None and whole.reason == "H200 SXM: no peak for int8"
 
 
-def test_impossible_mfu_is_flagged() -> None:
-    found = rate([Work(10**9, "bfloat16", "2 m n k")], 1000, device())
-    assert found.mfu is not None and found.mfu > 1
-    assert found.flag is not None and "above 1" in found.flag
+@pytest.mark.parametrize(
+    ("recorded_as", "dtype", "peak"),
+    [
+        ("c10::BFloat16", "bfloat16", 989.4),
+        ("float", "float32", 66.9),
+        ("double", "float64", 66.9),
+        ("c10::Float8_e4m3fn", "float8_e4m3fn", 1978.9),
+        ("c10::Float8_e5m2", "float8_e5m2", 1978.9),
+    ],
+)
+def test_each_dtype_is_held_against_its_own_peak(recorded_as: str, dtype: str, peak: float) -> None:
+    name = "aten::_scaled_mm" if "Float8" in recorded_as else "aten::mm"
+    one = work(op_event(name, (64, 64), (64, 64), dtype=recorded_as))
+    assert one.dtype == dtype
+    found = rate([one], 1000, device())
+    assert found.mfu == pytest.approx(2 * 64**3 / 1e6 / peak)
+    assert found.peak == f"{dtype} {peak:g} TFLOP/s"
+
+
+@pytest.mark.parametrize(("mfu", "shown"), [(1.1, True), (4.25, False)])
+def test_a_rate_above_the_peak_is_missing_with_the_reason(mfu: float, shown: bool) -> None:
+    some = [Work(round(mfu * 989_400_000), "bfloat16", "2 m n k")]
+    found = rate(some, 1000, device(), None, 1830)
+    assert found.mfu is None and found.mfu_at_clock is None
+    # A card may run a little above the clock that its peak is given for, and no more.
+    assert (found.tflops is not None) == shown
+    assert found.flops == some[0].flops and found.rule == "2 m n k"
+    assert found.reason is not None
+    assert "above the peak, bfloat16 989.4 TFLOP/s: FLOPs or time cannot be right" in found.reason
+    assert ("at the clock" in found.reason) == shown
+
+
+def test_a_rate_above_the_peak_at_the_clock_that_was_read_is_missing_alone() -> None:
+    found = rate([Work(989_400_000, "bfloat16", "2 m n k")], 2000, device(), None, 400)
+    assert found.mfu == pytest.approx(0.5) and found.mfu_at_clock is None
+    assert found.reason is not None and "no MFU at the clock" in found.reason
 
 
 def test_device_of_a_trace(tmp_path: Path) -> None:
@@ -288,5 +323,8 @@ def test_tf32_products_are_not_held_against_the_fp32_peak(tmp_path: Path) -> Non
     made.kernel("sm80_xmma_gemm_f32f32_tf32f32_f32_nn_n_tensor16x8x8", 20, 5, launch=5)
     counts = FlopCounts(made.attribution(tmp_path))
     assert [w.dtype for w in counts.works.values()] == ["tfloat32"]
+    found = rate(counts.works.values(), 5000, device(), None, 1830)
+    assert found.mfu == pytest.approx(2 * 64**3 / 5e6 / 494.7) and found.reason is None
+    assert found.mfu_at_clock == pytest.approx(found.mfu, rel=2e-3)
     fp32 = FlopCounts(recorded("streams"))
     assert {w.dtype for w in fp32.works.values()} == {"float32"}

@@ -116,6 +116,10 @@ def run_out(run: Run) -> Record:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
 
+def go_wrong(run: Run) -> Record:
+    raise KeyError("weights")
+
+
 @pytest.mark.parametrize(
     ("measure", "timeout_s", "reason"),
     [
@@ -123,6 +127,7 @@ def run_out(run: Run) -> Record:
         (leave, 60.0, "ended with code 7 and no result"),
         (hang, 0.5, "took longer than 0.5 s"),
         (run_out, 60.0, "out of memory: CUDA out of memory. Tried to allocate 20.00 GiB."),
+        (go_wrong, 60.0, "KeyError: 'weights' (test_profile_model_report.py:"),
     ],
 )
 def test_what_ends_badly_is_a_row(measure: Any, timeout_s: float, reason: str) -> None:
@@ -359,6 +364,21 @@ def test_recipes_change_one_thing_at_a_time() -> None:
         old, new = ((w.precision, w.impl, w.batch) for w in (before, after))
         assert sum(a != b for a, b in zip(old, new, strict=True)) == 1
     assert [run.batch for run in runs(TINY, ways, "cpu")] == [4, 4, 4, 32]
+
+
+@pytest.mark.parametrize(
+    ("impl", "larger", "changes"),
+    [
+        ("cuda", 32, ["fused attention (cuda)", "batch 32 instead of 4"]),
+        ("sdpa-math", 32, ["unfused attention (sdpa-math)", "batch 32 instead of 4"]),
+        ("naive", 32, ["batch 32 instead of 4"]),  # which the plain loop has
+        ("cuda", 4, ["fused attention (cuda)"]),
+    ],
+)
+def test_a_change_is_called_what_it_is(impl: str, larger: int, changes: list[str]) -> None:
+    plain, bf16, *rest = recipes(impl, 4, larger)
+    assert (plain.impl, bf16.impl) == ("naive", "naive")
+    assert [way.change for way in rest] == changes
 
 
 def test_the_pair_by_token(tmp_path: Path) -> None:

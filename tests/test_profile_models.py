@@ -55,13 +55,18 @@ def test_sizes_are_the_known_ones(name: str, head_dim: int, billions: float) -> 
     assert config.parameters / 1e9 == pytest.approx(billions, abs=0.05)
 
 
+def test_the_tiny_model_is_one_by_name() -> None:
+    config = model_config("tiny", 16)
+    assert (config.layers, config.context, config.d_ff) == (2, 16, 4 * config.d_model)
+
+
 def test_parameters_are_counted_as_the_model_has_them() -> None:
     model = TransformerLM(TINY, "naive")
     assert sum(p.numel() for p in model.parameters()) == TINY.parameters
 
 
 def test_a_model_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"model: 'huge' is not one of small, .*2\.7B"):
+    with pytest.raises(ValueError, match=r"model: 'huge' is not one of small, .*2\.7B, tiny"):
         model_config("huge", 128)
     with pytest.raises(ValueError, match=r"d_model: 30 is not a multiple of heads \(4\)"):
         ModelConfig(d_model=30, d_ff=1, layers=1, heads=4, context=1)

@@ -268,11 +268,25 @@ def test_the_command_fails_where_a_row_misses_a_bar(
     }  # fmt: skip
     bad = good | {"tools": tools(row_us, 2 * row_us + 20)}
     bad["bars"] = bars(bad, bad["tools"])
-    code, said = fake_command([good, bad], tmp_path, monkeypatch)
+    code, said = fake_command([good, bad], tmp_path / "bad", monkeypatch)
     assert code == 1 and "missed" in said
-    assert fake_command([absent], tmp_path, monkeypatch)[0] == 1
+    assert fake_command([absent], tmp_path / "absent", monkeypatch)[0] == 1
     failed = Start("cuda").key | {"status": "failed", "reason": "RuntimeError: x"}
-    assert fake_command([good, failed], tmp_path, monkeypatch)[0] == 1
+    assert fake_command([good, failed], tmp_path / "failed", monkeypatch)[0] == 1
+
+
+def test_the_command_replaces_no_records_and_names_what_it_cannot_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = Start("fa3").key | {"status": "skipped", "reason": "package fa3 is not installed"}
+    assert fake_command([absent], tmp_path, monkeypatch)[0] == 1
+    before = (tmp_path / "attribution.json").read_bytes()
+    code, said = fake_command([absent], tmp_path, monkeypatch)
+    assert (code, "attribution.json exists and is kept; give another" in said) == (2, True), said
+    assert (tmp_path / "attribution.json").read_bytes() == before
+    (tmp_path / "new" / "attribution.md").mkdir(parents=True)
+    code, said = fake_command([absent], tmp_path / "new", monkeypatch)
+    assert (code, "attribution.md: Is a directory" in said) == (2, True), said
 
 
 def test_a_cold_case_needs_a_gpu() -> None:

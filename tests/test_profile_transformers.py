@@ -207,6 +207,31 @@ def test_command_writes_records_and_report(tmp_path: Path) -> None:
     report = (tmp_path / "transformers.md").read_text()
     assert "no GPU" in report and "with the profiler ms" in report
     assert (tmp_path / "transformers.html").exists()
+    code, said = command(*SMALL, "--output", str(tmp_path))
+    assert (code, "transformers.json exists and is kept; give another" in said) == (2, True), said
+    assert json.loads((tmp_path / "transformers.json").read_text()) == content
+
+
+def test_a_model_that_cannot_be_had_is_rows_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+
+    def run_out(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    monkeypatch.setattr(run, "build", run_out)
+    code, said = command(*SMALL, "--output", str(tmp_path))
+    assert code == 1
+    rows = json.loads((tmp_path / "transformers.json").read_text())["rows"]
+    assert len(rows) == len(run.IMPLS) * len(run.MODES)
+    assert {row["status"] for row in rows} == {"failed"}
+    assert all("out of memory: CUDA out of memory. Tried" in row["reason"] for row in rows)
+    assert "out of memory: CUDA" in (tmp_path / "transformers.md").read_text()
+
+
+def test_parameters_are_those_of_the_model(llama: tuple[Any, torch.Tensor]) -> None:
+    assert sum(one.numel() for one in llama[0].parameters()) == TINY.parameters
 
 
 def test_bad_input_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,6 +245,8 @@ def test_bad_input_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(__version__="5.24.0"))
     code, said = command(*SMALL, "--kv-heads", "3", *output)
     assert (code, "heads: 4 is not a multiple of kv_heads (3)" in said) == (2, True), said
+    code, said = command(*SMALL, "--hidden", "12", *output)
+    assert (code, "hidden: 12 is not an even multiple of heads (4)" in said) == (2, True), said
     assert not (tmp_path / "out").exists()
 
 

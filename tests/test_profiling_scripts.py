@@ -16,6 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 from attnscope.bench.impls import ALIASES, DEFAULTS, IMPLS
+from attnscope.profile import model_run
 from attnscope.profile.attached import attached_tool
 from attnscope.profile.attention_command import (
     BACKWARD,
@@ -25,6 +26,8 @@ from attnscope.profile.attention_command import (
     attention_command,
 )
 from attnscope.profile.model_command import lm_command, pair_command
+from attnscope.profile.model_run import Run
+from attnscope.profile.records import Record
 
 ROOT = Path(__file__).parent.parent
 TOOLS = ("NSYS_", "NV_", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH")
@@ -194,12 +197,33 @@ def test_every_impl_and_alias_is_understood() -> None:
         (["--impl", "cpu", "--dtype", "int"], "dtype: 'int' is not one of bfloat16"),
         (["--impl", "cpu", "--heads", "3", "--kv-heads", "2"], "is not a multiple of heads_kv"),
         (["--device", "tpu"], "device: 'tpu' is not cuda"),
+        (["--seq-len", "100000000000000000000"], "--seq-len"),
         (["--impl", "cpu", "--device", "cpu", "--output", "/dev/null"], "output: /dev/null: File"),
     ],
 )
 def test_bad_input_of_profile_kernels_is_one_line(arguments: list[str], says: str) -> None:
     code, said = command("profile_kernels.py", *arguments)
     assert (code, says in said) == (2, True), said
+
+
+def test_a_file_that_profile_kernels_cannot_write_is_named(tmp_path: Path) -> None:
+    (tmp_path / "profile.json").mkdir()
+    code, said = script(
+        "profile_kernels.py", "--seq-len", "16", "--impl", "cpu", "--device", "cpu",
+        "--iterations", "1", "--output", str(tmp_path),
+    )  # fmt: skip
+    assert code == 2, said
+    assert f"profile_kernels: output: {tmp_path}/profile.json: Is a directory\n" in said
+    assert "Traceback" not in said
+
+
+def test_a_pass_without_the_memory_is_one_line(tmp_path: Path) -> None:
+    code, said = command(
+        "profile_kernels.py", "--impl", "cpu", "--device", "cpu", "--batch", "2000000000",
+        "--seq-len", "2000000000", "--output", str(tmp_path),
+    )  # fmt: skip
+    assert code == 1
+    assert said.startswith("profile_kernels: RuntimeError: ") and said.count("\n") == 1, said
 
 
 def test_profile_model_lm_writes_records_and_the_report(tmp_path: Path) -> None:
@@ -226,6 +250,49 @@ def test_profile_model_without_any_measured_configuration_fails(tmp_path: Path) 
 
 
 LM = ("lm", "--models", "tiny", "--device", "cpu", "--output")
+
+
+def test_records_are_lost_by_no_second_run(tmp_path: Path) -> None:
+    first = (*LM, str(tmp_path), "--contexts", "8,16")
+    assert command("profile_model.py", *first)[0] == 0
+    files = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    code, said = command("profile_model.py", *LM, str(tmp_path), "--contexts", "32")
+    assert (code, "lm.json exists and is kept; go on with it by --resume" in said) == (2, True)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == files
+    code, said = command("profile_model.py", *LM, str(tmp_path), "--contexts", "32", "--resume")
+    assert code == 0, said
+    rows = json.loads((tmp_path / "lm.json").read_text())["rows"]
+    assert [row["context"] for row in rows] == [8, 16, 32]
+
+
+def run_out(run: Run) -> Record:
+    raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+
+def die(run: Run) -> Record:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("measured", "reason"),
+    [(run_out, "out of memory: CUDA out of memory"), (die, "its process was ended by SIGKILL")],
+)
+def test_a_configuration_that_fails_is_a_row_of_the_report(
+    measured: object, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = (*LM, str(tmp_path), "--contexts")
+    assert command("profile_model.py", *lm, "8")[0] == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(model_run, "measure", measured)
+        code, said = command("profile_model.py", *lm, "8,16", "--resume")
+    assert (code, f"context 16, naive: failed: {reason}" in said) == (0, True), said
+    ok, failed = json.loads((tmp_path / "lm.json").read_text())["rows"]
+    assert (ok["status"], failed["status"]) == ("ok", "failed")
+    row = next(line for line in (tmp_path / "lm.md").read_text().splitlines() if reason in line)
+    assert "| failed |" in row
+    code, said = command("profile_model.py", *lm, "8,16", "--resume")
+    assert (code, "context 16, naive: ok" in said) == (0, True), said
 
 
 def test_a_damaged_file_is_not_gone_on_with(tmp_path: Path) -> None:
@@ -275,12 +342,24 @@ def test_profile_model_pair_says_what_each_change_brought(tmp_path: Path) -> Non
     assert "times the tokens a second" in report
     assert "| batch 8 instead of 4 | 128 |" in report
     assert "No GPU time: no GPU" in report
+    records = (tmp_path / "pair.json").read_bytes()
+    code, said = command("profile_model.py", "pair", "--device", "cpu", "--output", str(tmp_path))
+    assert (code, "pair.json exists and is kept; give another --output" in said) == (2, True), said
+    assert (tmp_path / "pair.json").read_bytes() == records
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["lm", "--models", "huge"], "model: 'huge' is not one of small"),
+        (
+            ["lm", "--models", "huge"],
+            "model: 'huge' is not one of small, medium, large, xl, 2.7B, ",
+        ),
+        (["lm", "--contexts", "0"], "--contexts: '0' is not a list of positive integers"),
+        (["lm", "--batch", "-1"], "--batch"),
+        (["lm", "--impl", "nope"], "impl: 'nope' is not one of"),
+        (["lm", "--timeout", "inf"], "--timeout"),
+        (["pair", "--context", "0"], "--context"),
         (["lm", "--contexts", "a"], "--contexts: 'a' is not a list of positive integers"),
         (["lm", "--precision", "int8"], "precision: 'int8' is not one of fp32"),
         (["pair", "--impl", "nope"], "impl: 'nope' is not one of"),

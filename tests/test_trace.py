@@ -127,7 +127,7 @@ def test_a_file_cut_off_anywhere_is_an_error_that_says_so(tmp_path: Path) -> Non
     path = tmp_path / "cut.json"
     for size in [*range(0, len(whole) - 60, 997), len(whole.rstrip()) - 1]:
         path.write_bytes(whole[:size])
-        with pytest.raises(ValueError, match=r"cut\.json: cut off at character \d+"):
+        with pytest.raises(ValueError, match=r"cut\.json: (cut off at character \d+|it is empty)"):
             Trace.read(path)
     packed = tmp_path / "cut.json.gz"
     packed.write_bytes((RECORDED / "raw.json.gz").read_bytes()[:-500])
@@ -136,7 +136,7 @@ def test_a_file_cut_off_anywhere_is_an_error_that_says_so(tmp_path: Path) -> Non
     text = json.dumps({"traceEvents": [op('"näm" 漢字', 1, 2)], "a": 1.5}, ensure_ascii=False)
     for size in range(len(text.encode())):
         path.write_bytes(text.encode()[:size])
-        with pytest.raises(ValueError, match=r"cut\.json: cut off at character \d+"):
+        with pytest.raises(ValueError, match=r"cut\.json: (cut off at character \d+|it is empty)"):
             Trace.read(path)
 
 
@@ -254,3 +254,31 @@ def test_memory_is_bounded_by_the_size_of_the_file(tmp_path: Path) -> None:
     assert len(trace.kernels) == 4 * 164
     # One chunk and what is decoded of it are a few MB whatever the size.
     assert peak < 2 * path.stat().st_size + 4 * jsonstream.CHUNK
+
+
+@pytest.mark.parametrize("chunk", [1, 50, 1000])
+def test_a_name_may_have_quotes_in_it(
+    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch writes them as they are; what escapes them is read as well."""
+    monkeypatch.setattr(jsonstream, "CHUNK", chunk)
+    path = tmp_path / "quotes.json"
+    names = ['say "hi"', '"', 'a "b" c "d"', "none", 'a ", b']
+    for escape in (str, lambda name: json.dumps(name)[1:-1]):
+        events = [
+            f'  {{\n    "ph": "X", "cat": "cpu_op",\n    "name": "{escape(name)}",\n'
+            f'    "pid": 1, "tid": 1, "ts": {at}.5, "dur": 1\n  }}'
+            for at, name in enumerate(names)
+        ]
+        events.append(
+            '  {\n    "name": "Record Window End", "ph": "i", "s": "g",\n    "ts": 9\n  }'
+        )
+        path.write_text('{\n  "traceEvents": [\n' + ",\n".join(events) + "\n  ]\n}")
+        assert [event.name for event in Trace.read(path).cpu] == names
+
+
+def test_a_trace_without_events_is_said_to_be_none(tmp_path: Path) -> None:
+    for text in ("{}", '{"a": 1}'):
+        (tmp_path / "no.json").write_text(text)
+        with pytest.raises(ValueError, match=r"no\.json: it has no traceEvents"):
+            Trace.read(tmp_path / "no.json")

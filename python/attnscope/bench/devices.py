@@ -10,6 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+# FLOPs per clock of the tensor cores, by those of bf16; the same on every card that is listed.
+_TENSOR_RATE = {
+    "bfloat16": 1.0, "float16": 1.0, "tfloat32": 0.5, "float8_e4m3fn": 2.0, "float8_e5m2": 2.0,
+}  # fmt: skip
 _MEMORY_TOLERANCE = 0.08  # ECC and firmware take up to 6 % of the nominal size
 
 
@@ -26,7 +30,10 @@ class Device:
         l2_mib: L2 size, MiB; None where the vendor's papers do not give it.
         boost_mhz: highest SM clock.
         tensor_flops: dense bf16 or fp16 FLOPs per clock and SM, fp32 accumulation.
-        peaks: dense TFLOP/s by torch dtype name. float32 is without TF32.
+        peaks: dense TFLOP/s by torch dtype name, that of the units which cuBLAS uses for it:
+            float32 is without TF32, which is "tfloat32"; float64 is that of the tensor cores, and
+            missing where a card has none for it; float8 is with fp32 accumulation.
+        source: the vendor's papers that the figures are from.
     """
 
     name: str
@@ -38,12 +45,13 @@ class Device:
     boost_mhz: int
     tensor_flops: int
     peaks: Mapping[str, float]
+    source: str
 
     def peak_at(self, dtype: str, sm_clock_mhz: float) -> float | None:
         """Dense tensor-core TFLOP/s at a measured SM clock; None for dtypes of other units."""
-        if dtype not in ("bfloat16", "float16"):
+        if dtype not in _TENSOR_RATE or dtype not in self.peaks:
             return None
-        return self.sms * self.tensor_flops * sm_clock_mhz * 1e-6
+        return self.sms * self.tensor_flops * _TENSOR_RATE[dtype] * sm_clock_mhz * 1e-6
 
     def roof(self, dtype: str, flops: float, bytes_moved: float) -> Roof | None:
         """The lowest ceiling of `flops` FLOPs over `bytes_moved` bytes, in TFLOP/s.
@@ -72,69 +80,98 @@ class Roof:
         return "compute" if self.compute <= self.memory else "memory"
 
 
-def _card(
-    name: str,
-    cuda_name: str,
-    sms: int,
-    memory_gib: int,
-    bandwidth_gbs: float,
-    l2_mib: float | None,
-    boost_mhz: int,
-    tensor_flops: int,
-    tensor_peak: float,
-    fp32_peak: float | None,
-) -> Device:
-    peaks = {"bfloat16": tensor_peak, "float16": tensor_peak}
-    if fp32_peak is not None:
-        peaks["float32"] = fp32_peak
-    return Device(
-        name,
-        cuda_name,
-        sms,
-        memory_gib,
-        bandwidth_gbs,
-        l2_mib,
-        boost_mhz,
-        tensor_flops,
-        MappingProxyType(peaks),
-    )
+def _peaks(
+    half: float, fp32: float | None, tf32: float, fp8: float | None, fp64: float | None
+) -> Mapping[str, float]:
+    """Dense TFLOP/s: bf16 and fp16, fp32 outside tensor cores, TF32, fp8, fp64 in tensor cores."""
+    known = {
+        "bfloat16": half, "float16": half, "float32": fp32, "tfloat32": tf32,
+        "float8_e4m3fn": fp8, "float8_e5m2": fp8, "float64": fp64,
+    }  # fmt: skip
+    return MappingProxyType({dtype: peak for dtype, peak in known.items() if peak is not None})
 
 
-# name, CUDA name, SMs, GiB, GB/s, L2 MiB, boost MHz, FLOPs/clk/SM, bf16 TFLOP/s, fp32 TFLOP/s
+# Tensor figures of datasheets carry sparsity from Hopper on, and are halved here. Those of Hopper
+# hold at 1830 MHz (SXM), 1620 MHz (PCIe) and 1545 MHz (NVL), not at boost.
+_HOPPER = _peaks(989.4, 66.9, 494.7, 1978.9, 66.9)
+_HOPPER_PCIE = _peaks(756.4, 51.2, 378.2, 1512.8, 51.2)
+_HOPPER_NVL = _peaks(835.3, 60.0, 417.5, 1670.5, 60.0)
+_A100 = _peaks(311.9, 19.5, 156.0, None, 19.5)
+_H100_PAPERS = "NVIDIA H100 datasheet and Hopper whitepaper"
+_H200_PAPERS = "NVIDIA H200 datasheet"
+_GH200_PAPERS = "NVIDIA GH200 Grace Hopper datasheet"
+_A100_PAPERS = "NVIDIA A100 datasheet and Ampere whitepaper"
+_GA102_PAPERS = "NVIDIA Ampere GA102 whitepaper"
+_ADA_PAPERS = "NVIDIA Ada whitepaper"
+
+# name, CUDA name, SMs, GiB, GB/s, L2 MiB, boost MHz, bf16 FLOPs/clk/SM, TFLOP/s, source
 DEVICES: tuple[Device, ...] = (
-    # NVIDIA H100 datasheet and Hopper whitepaper. The tensor figures there carry sparsity and are
-    # halved here; they hold at 1830 MHz (SXM), 1620 MHz (PCIe) and 1545 MHz (NVL), not at boost.
-    _card("H100 SXM", "H100 80GB HBM3", 132, 80, 3352, 50, 1980, 4096, 989.4, 66.9),
-    _card("H100 PCIe", "H100 PCIe", 114, 80, 2039, 50, 1755, 4096, 756.4, 51.2),
-    _card("H100 NVL", "H100 NVL", 132, 94, 3938, None, 1785, 4096, 835.3, 60.0),
-    # NVIDIA H200 datasheet (SXM and NVL columns); L2 as CUDA reports it.
-    _card("H200 SXM", "H200", 132, 141, 4800, 60, 1980, 4096, 989.4, 66.9),
-    _card("H200 NVL", "H200 NVL", 132, 141, 4800, None, 1785, 4096, 835.3, 60.0),
-    # NVIDIA GH200 Grace Hopper datasheet; the "480GB" of the name is the CPU's memory.
-    _card("GH200 96GB", "GH200 480GB", 132, 96, 4000, None, 1980, 4096, 989.4, 66.9),
-    _card("GH200 144GB", "GH200 144G HBM3e", 132, 144, 4900, None, 1980, 4096, 989.4, 66.9),
-    # NVIDIA HGX B200 datasheet (per GPU, sparsity halved); L2 as CUDA reports it.
-    _card("B200", "B200", 148, 180, 8000, 126, 1965, 8192, 2250.0, None),
-    # NVIDIA A100 datasheet and Ampere whitepaper.
-    _card("A100 SXM 40GB", "A100-SXM4-40GB", 108, 40, 1555, 40, 1410, 2048, 311.9, 19.5),
-    _card("A100 SXM 80GB", "A100-SXM4-80GB", 108, 80, 2039, 40, 1410, 2048, 311.9, 19.5),
-    _card("A100 PCIe 40GB", "A100-PCIE-40GB", 108, 40, 1555, 40, 1410, 2048, 311.9, 19.5),
-    _card("A100 PCIe 80GB", "A100 80GB PCIe", 108, 80, 1935, 40, 1410, 2048, 311.9, 19.5),
-    # NVIDIA A30, A40, A10 and RTX A6000 datasheets.
-    _card("A30", "A30", 56, 24, 933, 24, 1440, 2048, 165.0, 10.3),
-    _card("A40", "A40", 84, 48, 696, 6, 1740, 1024, 149.7, 37.4),
-    _card("A10", "A10", 72, 24, 600, 6, 1695, 1024, 125.0, 31.2),
-    _card("RTX A6000", "RTX A6000", 84, 48, 768, 6, 1800, 1024, 154.8, 38.7),
-    # NVIDIA L40S, L40 and L4 datasheets; RTX 6000 Ada datasheet.
-    _card("L40S", "L40S", 142, 48, 864, 96, 2520, 1024, 362.0, 91.6),
-    _card("L40", "L40", 142, 48, 864, 96, 2490, 512, 181.0, 90.5),
-    _card("L4", "L4", 58, 24, 300, 48, 2040, 1024, 121.0, 30.3),
-    _card("RTX 6000 Ada", "RTX 6000 Ada Generation", 142, 48, 960, 96, 2505, 1024, 364.2, 91.1),
-    # NVIDIA Ampere GA102, Ada and RTX Blackwell whitepapers: tensor figures with fp32 accumulation.
-    _card("RTX 3090", "GeForce RTX 3090", 82, 24, 936, 6, 1695, 512, 71.0, 35.6),
-    _card("RTX 4090", "GeForce RTX 4090", 128, 24, 1008, 72, 2520, 512, 165.2, 82.6),
-    _card("RTX 5090", "GeForce RTX 5090", 170, 32, 1792, 96, 2407, 512, 209.5, 104.8),
-)
+    Device("H100 SXM", "H100 80GB HBM3", 132, 80, 3352, 50, 1980, 4096, _HOPPER, _H100_PAPERS),
+    Device("H100 PCIe", "H100 PCIe", 114, 80, 2039, 50, 1755, 4096, _HOPPER_PCIE, _H100_PAPERS),
+    Device("H100 NVL", "H100 NVL", 132, 94, 3938, None, 1785, 4096, _HOPPER_NVL, _H100_PAPERS),
+    # L2 as CUDA reports it.
+    Device("H200 SXM", "H200", 132, 141, 4800, 60, 1980, 4096, _HOPPER, _H200_PAPERS),
+    Device("H200 NVL", "H200 NVL", 132, 141, 4800, None, 1785, 4096, _HOPPER_NVL, _H200_PAPERS),
+    # The "480GB" of the name is the CPU's memory.
+    Device("GH200 96GB", "GH200 480GB", 132, 96, 4000, None, 1980, 4096, _HOPPER, _GH200_PAPERS),
+    Device(
+        "GH200 144GB", "GH200 144G HBM3e", 132, 144, 4900, None, 1980, 4096, _HOPPER, _GH200_PAPERS
+    ),
+    # L2 as CUDA reports it. Papers differ on fp64 (37 and 40 TFLOP/s), and do not give fp32 apart.
+    Device(
+        "B200", "B200", 148, 180, 8000, 126, 1965, 8192,
+        _peaks(2250.0, None, 1125.0, 4500.0, None), "NVIDIA HGX B200 datasheet, per GPU",
+    ),
+    Device("A100 SXM 40GB", "A100-SXM4-40GB", 108, 40, 1555, 40, 1410, 2048, _A100, _A100_PAPERS),
+    Device("A100 SXM 80GB", "A100-SXM4-80GB", 108, 80, 2039, 40, 1410, 2048, _A100, _A100_PAPERS),
+    Device("A100 PCIe 40GB", "A100-PCIE-40GB", 108, 40, 1555, 40, 1410, 2048, _A100, _A100_PAPERS),
+    Device("A100 PCIe 80GB", "A100 80GB PCIe", 108, 80, 1935, 40, 1410, 2048, _A100, _A100_PAPERS),
+    Device(
+        "A30", "A30", 56, 24, 933, 24, 1440, 2048,
+        _peaks(165.0, 10.3, 82.0, None, 10.3), "NVIDIA A30 datasheet",
+    ),
+    Device(
+        "A40", "A40", 84, 48, 696, 6, 1740, 1024,
+        _peaks(149.7, 37.4, 74.8, None, None), "NVIDIA A40 datasheet",
+    ),
+    Device(
+        "A10", "A10", 72, 24, 600, 6, 1695, 1024,
+        _peaks(125.0, 31.2, 62.5, None, None), "NVIDIA A10 datasheet",
+    ),
+    Device(
+        "RTX A6000", "RTX A6000", 84, 48, 768, 6, 1800, 1024,
+        _peaks(154.8, 38.7, 77.4, None, None), _GA102_PAPERS,
+    ),
+    Device(
+        "L40S", "L40S", 142, 48, 864, 96, 2520, 1024,
+        _peaks(362.0, 91.6, 183.0, 733.0, None), "NVIDIA L40S datasheet",
+    ),
+    Device(
+        "L40", "L40", 142, 48, 864, 96, 2490, 512,
+        _peaks(181.0, 90.5, 90.5, 362.0, None), "NVIDIA L40 datasheet",
+    ),
+    Device(
+        "L4", "L4", 58, 24, 300, 48, 2040, 1024,
+        _peaks(121.0, 30.3, 60.0, 242.5, None), "NVIDIA L4 datasheet",
+    ),
+    Device(
+        "RTX 6000 Ada", "RTX 6000 Ada Generation", 142, 48, 960, 96, 2505, 1024,
+        _peaks(364.2, 91.1, 182.1, 728.5, None), _ADA_PAPERS,
+    ),
+    # Tensor figures with fp32 accumulation; those with fp16 accumulation are twice as high.
+    Device(
+        "RTX 3090", "GeForce RTX 3090", 82, 24, 936, 6, 1695, 512,
+        _peaks(71.0, 35.6, 35.6, None, None), _GA102_PAPERS,
+    ),
+    Device(
+        "RTX 4090", "GeForce RTX 4090", 128, 24, 1008, 72, 2520, 512,
+        _peaks(165.2, 82.6, 82.6, 330.3, None), _ADA_PAPERS,
+    ),
+    Device(
+        "RTX 5090", "GeForce RTX 5090", 170, 32, 1792, 96, 2407, 512,
+        _peaks(209.5, 104.8, 104.8, 419.0, None), "NVIDIA RTX Blackwell whitepaper",
+    ),
+)  # fmt: skip
 
 _BY_NAME = {device.cuda_name: device for device in DEVICES}
 

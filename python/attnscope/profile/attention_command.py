@@ -6,7 +6,8 @@ domain `attnscope`, inside `measure`; the warm-up is in none of them. ncu and ns
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +19,7 @@ from attnscope.bench.show import say
 from attnscope.bench.workloads import DTYPE_SHORT, Workload
 from attnscope.profile.attached import attached_tool
 from attnscope.profile.command import write_all
+from attnscope.profile.outputs import bad_output, make_folder
 from attnscope.profile.session import annotate, profile, synchronize
 from attnscope.profile.tables import ProfileError
 from attnscope.ranges import DOMAIN, MEASURE, WARMUP
@@ -28,8 +30,10 @@ if TYPE_CHECKING:
     from attnscope.bench.impls import Impl
     from attnscope.profile.result import Profile
 
+COMMAND = "profile_kernels"
 WARMUP_CALLS = 3
 RETRIES = 2
+LARGEST = 2**31 - 1  # of each size
 FORWARD, BACKWARD = "forward", "backward"
 
 
@@ -48,15 +52,19 @@ class Pass:
 
 
 def attention_command(
-    seq_len: Annotated[int, typer.Option(min=1, help="Length of queries and keys.")] = 512,
+    seq_len: Annotated[
+        int, typer.Option(min=1, max=LARGEST, help="Length of queries and keys.")
+    ] = 512,
     impl: Annotated[
         str | None,
         typer.Option(help="Impls or aliases: cuda,triton,flash ...; left out, cuda or cpu."),
     ] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Sequences.")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="Query heads.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key and value heads.")] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, help="Head dim.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, max=LARGEST, help="Sequences.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, max=LARGEST, help="Query heads.")] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(min=1, max=LARGEST, help="Key and value heads.")
+    ] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, max=LARGEST, help="Head dim.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or fp64.")] = None,
     causal: Annotated[bool, typer.Option("--causal/--no-causal", help="Causal mask.")] = True,
     backward: Annotated[
@@ -75,12 +83,12 @@ def attention_command(
     """Run impls in the ranges warmup and measure, and profile the second.
 
     Inside measure each impl and pass has a range, such as cuda-forward. Under nsys, ncu or
-    compute-sanitizer PyTorch's profiler stays off by itself. Exit codes: 1 the profile is not whole
-    or not of these impls, 2 bad input.
+    compute-sanitizer PyTorch's profiler stays off by itself. Exit codes: 1 a pass failed, or the
+    profile is not whole or not of these impls, 2 bad input.
     """
     from attnscope.bench.impls import resolve
 
-    with bad_input("profile_kernels"):
+    with bad_input(COMMAND):
         where = pick_device(device)
         impls = resolve(split(impl or where.type))
         shape: dict[str, Any] = dict(SHAPE[where.type]) | {"seqlen": seq_len, "causal": causal}
@@ -91,7 +99,8 @@ def attention_command(
         }  # fmt: skip
         shape |= {key: value for key, value in given.items() if value is not None}
         work = Workload.of(**shape)
-        passes = [one for each in impls for one in _prepare(each, work, seed, where, backward)]
+        with _failures():
+            passes = [one for each in impls for one in _prepare(each, work, seed, where, backward)]
         if not passes:
             raise ValueError(f"impl: {impl!r} names none")
         tool = attached_tool()
@@ -101,32 +110,35 @@ def attention_command(
     say(f"{name}, {work.id}, {where}")
     if tool:
         say(f"runs under {tool[0]} ({tool[1]}): PyTorch's profiler stays off")
-    with annotate(WARMUP):
-        for one in passes:
-            for _ in range(WARMUP_CALLS):
-                one.call()
-        synchronize()
+    with _failures():
+        _warm_up(passes)
+        if no_profile or tool:
+            _measure(passes, iterations)
+        else:
+            found = _record(name, passes, iterations)
+            _prove(passes, found, where)
+            found.print()
     if no_profile or tool:
-        _measure(passes, iterations)
         ranges = ", ".join(one.range for one in passes)
         say(f"ran {iterations} calls in each NVTX range of the domain {DOMAIN!r}: {ranges}")
         return
-    try:
-        found = _record(name, passes, iterations)
-        _prove(passes, found, where)
-        found.print()
+    with _failures(), bad_output(COMMAND, output):
         write_all(found, output)
-    except ProfileError as error:
-        say(f"profile_kernels: {error}", "red")
-        raise typer.Exit(1) from None
 
 
-def make_folder(path: Path) -> None:
-    """Make the folder of the results before time goes into them. Raises ValueError if it cannot."""
+@contextmanager
+def _failures() -> Iterator[None]:
+    """Turn what a pass or a profile may raise into one line and exit code 1."""
+    from attnscope.bench.runner import explain
+
     try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"output: {path}: {error.strerror}") from None
+        yield
+    except typer.Exit:  # a RuntimeError too
+        raise
+    except (RuntimeError, MemoryError) as error:
+        said = str(error) if isinstance(error, ProfileError) else explain(error)
+        say(f"{COMMAND}: {said}", "red")
+        raise typer.Exit(1) from None
 
 
 def _prepare(
@@ -173,6 +185,14 @@ def _backward(out: torch.Tensor, qkv: Sequence[torch.Tensor]) -> Callable[[], An
     except Exception as error:  # packages without a backward fail in many ways
         return str(error).partition("\n")[0].partition(";")[0] or type(error).__name__
     return call
+
+
+def _warm_up(passes: Sequence[Pass]) -> None:
+    with annotate(WARMUP):
+        for one in passes:
+            for _ in range(WARMUP_CALLS):
+                one.call()
+        synchronize()
 
 
 def _measure(passes: Sequence[Pass], iterations: int) -> None:

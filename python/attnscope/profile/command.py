@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import runpy
 import sys
+import tempfile
 import traceback
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated
@@ -15,6 +17,7 @@ from attnscope.bench.command import bad_input
 from attnscope.bench.show import say
 from attnscope.profile.result import Profile
 from attnscope.profile.session import LostEvents, profile
+from attnscope.profile.show import check_sort
 from attnscope.profile.tables import ProfileError
 
 INTERRUPTED = 130
@@ -70,6 +73,9 @@ def profile_command(
             found, code = Profile.read(trace), 0
         else:
             assert script is not None
+            check_sort(sort)
+            if output is not None:
+                output = _folder(output)
             run = _Script(script, arguments or [], module)
             options = {"shapes": shapes, "stacks": stacks, "memory": memory, "kineto": kineto}
             found, code = _record(run, retries, options)
@@ -87,6 +93,8 @@ class _Script:
     """A script or module that runs in this process as if Python had been started with it."""
 
     def __init__(self, target: str, arguments: list[str], module: bool) -> None:
+        if module and not _is_module(target):
+            raise ValueError(f"module: there is no module {target!r} to run")
         if not module and not Path(target).is_file():
             raise ValueError(f"script: there is no file {target!r}; a module needs -m")
         self.target, self.arguments, self.module = target, arguments, module
@@ -118,14 +126,41 @@ class _Script:
         return frame or error.__traceback__
 
 
+def _is_module(name: str) -> bool:
+    """Whether `python -m` would find it here: a module, or a package with a `__main__`."""
+    sys.path.insert(0, "")
+    try:
+        found = find_spec(name)
+        if found is not None and found.submodule_search_locations is not None:
+            found = find_spec(f"{name}.__main__")
+    except (ImportError, ValueError):
+        return False
+    finally:
+        sys.path.remove("")
+    return found is not None
+
+
+def _folder(output: Path) -> Path:
+    """The folder, made and whole before the script runs, which may change directories."""
+    output = output.resolve()
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):
+            pass
+    except OSError as error:
+        raise ValueError(f"--output: {output}: {error.strerror}") from None
+    return output
+
+
 def _record(run: _Script, retries: int, options: dict[str, bool]) -> tuple[Profile, int]:
     """Run the script until nothing is lost, and say how it ended."""
-    code = 0
+    code, ended = 0, False
     for left in range(retries, -1, -1):
         try:
             with profile(run.name, **options) as found:
                 found.unprofiled_reason = "the script ran under the profiler only"
                 code = run.run()
+                ended = True
         except LostEvents as error:
             if left:
                 say(f"profile: {error}. Running the script again", "yellow", stderr=True)
@@ -135,6 +170,9 @@ def _record(run: _Script, retries: int, options: dict[str, bool]) -> tuple[Profi
         except KeyboardInterrupt:
             code = INTERRUPTED
         except Exception as error:
+            if ended:
+                say(f"profile: the record cannot be read: {type(error).__name__}: {error}", "red")
+                raise typer.Exit(code or 1) from None
             traceback.print_exception(error.with_traceback(run.frames(error)))
             code = 1
         break
@@ -149,9 +187,6 @@ def write_all(found: Profile, folder: Path) -> None:
     from attnscope.profile.export import write_csv
 
     written = write_csv(found, folder)
-    if len(links := found.links()):
-        written.append(folder / "links.csv")
-        links.to_csv(written[-1], index=False)
     for name, write in (("profile.json", found.to_json), ("profile.html", found.to_html)):
         written.append(folder / name)
         write(written[-1])

@@ -23,6 +23,7 @@ from attnscope.profile.breakdown import program_window
 from attnscope.profile.names import uses_tensor_cores
 from attnscope.profile.trace import GpuEvent
 
+FIGURES = ("gpu_utilisation", "sm_efficiency", "occupancy", "tensor_core_time_share")
 # Most blocks that an SM holds, by compute capability (CUDA programming guide, technical
 # specifications); the trace does not say it.
 BLOCKS_PER_SM = {
@@ -72,7 +73,7 @@ def efficiency(attribution: Attribution) -> Efficiency:
     if wall and not kernels:
         reason = "no kernel ran"
     if not wall or not kernels:
-        reasons = dict.fromkeys(_FIGURES, reason)
+        reasons = dict.fromkeys(FIGURES, reason)
         return Efficiency(gpu, wall, 0, 0, None, None, None, None, None, reasons)
     busy = busy_ns(kernels)
     device = next((d for d in trace.devices if d.get("id") == gpu), {})
@@ -108,7 +109,6 @@ _PROPERTIES = (
     "computeMajor", "computeMinor", "maxThreadsPerMultiprocessor", "regsPerMultiprocessor",
     "sharedMemPerMultiprocessor", "warpSize",
 )  # fmt: skip
-_FIGURES = ("gpu_utilisation", "sm_efficiency", "occupancy", "tensor_core_time_share")
 
 
 def _of(kernels: Sequence[GpuEvent], gpu: int) -> list[GpuEvent]:

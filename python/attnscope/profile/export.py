@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -15,7 +14,8 @@ import pandas
 
 from attnscope.profile.attribution import Attribution
 from attnscope.profile.document import rows_of
-from attnscope.profile.jsonstream import members
+from attnscope.profile.efficiency import FIGURES
+from attnscope.profile.jsonstream import members, open_trace
 from attnscope.profile.names import category, short_name
 from attnscope.profile.tables import NO_RANGE, owner_name, path_of
 from attnscope.profile.trace import CpuEvent, GpuEvent, nanoseconds
@@ -40,9 +40,13 @@ def profile_tables(profile: Profile) -> dict[str, pandas.DataFrame]:
         "modules": profile.modules(),
         "memory": profile.memory(),
         "allocations": allocations(profile.attribution),
+        "links": profile.links(),
+        "lines": profile.lines(),
     }
     if any(event.kind in ("op", "range") for event in profile.trace.cpu):
         tables["steps"] = profile.steps()
+    if profile.kineto is not None:
+        tables["kineto"] = profile.kineto_comparison()
     return {name: table for name, table in tables.items() if len(table)}
 
 
@@ -80,6 +84,7 @@ def to_json(profile: Profile, path: str | os.PathLike[str]) -> None:
         "name": profile.name,
         **_environment(profile),
         "devices": profile.trace.devices,
+        **_peaks(profile),
         "wall_s": profile.wall_s,
         "unprofiled_wall_s": profile.unprofiled_wall_s,
         "unprofiled_reason": profile.unprofiled_reason,
@@ -106,15 +111,13 @@ def to_json(profile: Profile, path: str | os.PathLike[str]) -> None:
             "orphans": len(audit.orphans),
             "sentinels": audit.sentinels,
         },
-        "efficiency": {
-            key: getattr(found, key)
-            for key in ("gpu_utilisation", "sm_efficiency", "occupancy", "tensor_core_time_share")
-        },
+        "efficiency": {key: getattr(found, key) for key in (*FIGURES, "occupancy_from")},
         "efficiency_reasons": dict(found.reasons),
+        "steps": _steps(profile),
         "findings": [vars(one) for one in profile.findings()],
         "tables": {name: rows_of(table) for name, table in profile_tables(profile).items()},
     }
-    with _open(path, "w") as file:
+    with _open(path) as file:
         json.dump(content, file, indent=1, allow_nan=False)
         file.write("\n")
 
@@ -130,6 +133,31 @@ def _environment(profile: Profile) -> dict[str, Any]:
     return {"env": environment(device, {}), "env_reason": None}
 
 
+def _peaks(profile: Profile) -> dict[str, Any]:
+    """The dense peaks that MFU is a share of, and how FLOPs were counted."""
+    device, found = profile.device, None
+    if device is not None:
+        found = {"device": device.name, "tflops": dict(device.peaks), "source": device.source}
+    return {
+        "dense_peaks": found,
+        "dense_peaks_reason": profile.device_reason,
+        "flops_rules": profile.flop_counts.rules(),
+    }
+
+
+def _steps(profile: Profile) -> dict[str, Any]:
+    """How steps were told, and what the first one took more than the others, or why not known."""
+    if not any(event.kind in ("op", "range") for event in profile.trace.cpu):
+        return {"rule": None, "setup_us": None, "setup_reason": "no op and no range was recorded"}
+    about = profile.steps().attrs
+    setup = about["setup_us"]
+    return {
+        "rule": about["steps"],
+        "setup_us": None if setup is None else max(setup, 0.0),
+        "setup_reason": about.get("setup_reason"),
+    }
+
+
 def write_chrome_trace(profile: Profile, path: str | os.PathLike[str]) -> None:
     """Write PyTorch's trace with a process `attnscope` added; it opens in Perfetto.
 
@@ -142,7 +170,7 @@ def write_chrome_trace(profile: Profile, path: str | os.PathLike[str]) -> None:
     if Path(path).exists() and Path(path).samefile(profile.source):
         raise ValueError(f"path: {path} is the trace that this profile was read from")
     rows = [json.dumps(row, allow_nan=False) for row in _added(profile.attribution, profile.source)]
-    with _open(profile.source, "r") as file, _open(path, "w") as out:
+    with open_trace(profile.source) as file, _open(path) as out:
         head = ""
         while not (begin := EVENTS.search(head)):
             if not (more := file.read(CHUNK)):
@@ -151,13 +179,13 @@ def write_chrome_trace(profile: Profile, path: str | os.PathLike[str]) -> None:
         # A trace with kernels has events, which ours go in front of.
         out.write(head[: begin.end()] + "".join(f"{row},\n" for row in rows))
         out.write(head[begin.end() :])
-        shutil.copyfileobj(file, out, CHUNK)
+        while more := file.read(CHUNK):
+            out.write(more)
 
 
-def _open(path: str | os.PathLike[str], mode: str) -> IO[str]:
+def _open(path: str | os.PathLike[str]) -> IO[str]:
     opener: Callable[..., IO[str]] = gzip.open if str(path).endswith(".gz") else open
-    # A name that PyTorch garbled is no reason to lose the rest.
-    return opener(path, f"{mode}t", encoding="utf-8", errors="replace")
+    return opener(path, "wt", encoding="utf-8")
 
 
 def _added(attribution: Attribution, source: Path) -> Iterator[dict[str, Any]]:
@@ -228,7 +256,7 @@ def _about(attribution: Attribution, group: list[GpuEvent], kind: str) -> dict[s
 def _origin(kernels: list[GpuEvent], source: Path) -> int:
     """Nanoseconds of the file's clock at the trace's zero: the first kernel is in both."""
     known = {kernel.correlation for kernel in kernels}
-    with _open(source, "r") as file:
+    with open_trace(source) as file:
         starts = [
             nanoseconds(event["ts"])
             for key, event in members(file, source, "traceEvents")

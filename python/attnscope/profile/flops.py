@@ -1,4 +1,4 @@
-"""FLOPs of ops by their recorded shapes, and the share of the card's peak they were done at.
+"""FLOPs of ops by their recorded shapes; what they are of the card's peak is in rates.
 
 Counted are matrix products, convolutions and attention, two operations a multiply-add; attention by
 the (query, key) pairs its mask lets through, exactly. Softmax and elementwise work is not counted,
@@ -8,7 +8,7 @@ as is usual. The rule stands beside every number, and the reason where there is 
 from __future__ import annotations
 
 import ast
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -18,25 +18,18 @@ from typing import Any
 from attnscope.bench.devices import Device, find_device
 from attnscope.profile.attribution import Attribution
 from attnscope.profile.names import category, short_name, uses_tensor_cores
+from attnscope.profile.rates import NO_WORK as NO_WORK
+from attnscope.profile.rates import Rate, Work, rate
 from attnscope.profile.trace import CpuEvent, GpuEvent, Trace
 
 Shapes = tuple[Any, ...]
 
 DTYPES = {
     "c10::BFloat16": "bfloat16", "c10::Half": "float16", "float": "float32", "double": "float64",
+    "c10::Float8_e4m3fn": "float8_e4m3fn", "c10::Float8_e5m2": "float8_e5m2",
 }  # fmt: skip
 NO_SHAPES = "shapes were not recorded"
-NO_WORK = "no op with a FLOP formula"
 LENGTHS = "a trace does not hold the lengths of packed, padded or paged sequences"
-
-
-@dataclass(frozen=True)
-class Work:
-    """FLOPs of one op, the torch name of the dtype it multiplies, and how they were counted."""
-
-    flops: int
-    dtype: str
-    rule: str
 
 
 @dataclass(frozen=True)
@@ -170,14 +163,15 @@ def _attention(event: CpuEvent, shapes: Shapes) -> Work | str:
             len_k = min(len_q, len_k)
             right = len_q - len_k
     elif op.bias is not None and shapes[op.bias]:
-        rule = "all pairs; the mask tensor is not looked into"
+        rule = "all pairs, the mask tensor not looked into"
     pairs = batch * q[heads] * visible_pairs(len_q, len_k, left, right)
     # Forward: q k^T and p v. Backward: q k^T again, dq, dk, and dv, dp.
     times_d, times_dv = (3, 2) if op.backward else (1, 1)
+    pair = "2 (3 D + 2 Dv)" if op.backward else "2 (D + Dv)"
     return Work(
         2 * pairs * (times_d * q[-1] + times_dv * v[-1]),
         _dtype(event, op.first),
-        f"{rule}{', five products' if op.backward else ''}",
+        f"attention {pair} a pair, {rule}",
     )
 
 
@@ -217,63 +211,6 @@ def _value(event: CpuEvent, at: int, **default: Any) -> Any:
     if text == "" and default:
         return default["default"]
     return ast.literal_eval(text)
-
-
-@dataclass(frozen=True)
-class Rate:
-    """FLOPs of some events over the time of their kernels.
-
-    tflops: achieved TFLOP/s. mfu: share of the dense peak of the card for the dtypes that were
-    multiplied, 0 to 1; mfu_at_clock: of the peak at the measured SM clock. rule: how FLOPs were
-    counted. reason: what is missing and why. flag: what cannot be true.
-    """
-
-    flops: int | None = None
-    tflops: float | None = None
-    mfu: float | None = None
-    mfu_at_clock: float | None = None
-    rule: str | None = None
-    reason: str | None = None
-    flag: str | None = None
-
-
-def rate(
-    works: Iterable[Work],
-    time_ns: float,
-    device: Device | None,
-    device_reason: str | None = None,
-    sm_clock_mhz: float | None = None,
-) -> Rate:
-    """Achieved TFLOP/s and model FLOP utilisation of work that took `time_ns` nanoseconds.
-
-    `device` and `device_reason` are as `bench.devices.find_device` gives them. Work of several
-    dtypes is held against the time that the card needs for all of it at its peaks.
-    """
-    works = list(works)
-    if not works:
-        return Rate(reason=NO_WORK)
-    flops = sum(work.flops for work in works)
-    rule = "; ".join(sorted({work.rule for work in works}))
-    if time_ns <= 0:
-        return Rate(flops=flops, rule=rule, reason="no time on the GPU")
-    tflops = flops / time_ns * 1e-3
-    if device is None:
-        return Rate(flops, tflops, rule=rule, reason=device_reason or "no device")
-    by_dtype: Counter[str] = Counter()
-    for work in works:
-        by_dtype[work.dtype] += work.flops
-    if unknown := sorted(set(by_dtype) - set(device.peaks)):
-        return Rate(flops, tflops, rule=rule, reason=f"{device.name}: no peak for {unknown[0]}")
-    mfu = sum(n / device.peaks[dtype] for dtype, n in by_dtype.items()) * 1e-3 / time_ns
-    at_clock = None
-    if sm_clock_mhz:
-        peaks = {dtype: device.peak_at(dtype, sm_clock_mhz) for dtype in by_dtype}
-        known = [n / peak for dtype, n in by_dtype.items() if (peak := peaks[dtype])]
-        at_clock = sum(known) * 1e-3 / time_ns if len(known) == len(peaks) else None
-    flag = None
-    if max(mfu, at_clock or 0.0) > 1:
-        flag = "MFU above 1: more FLOPs than the card can do; the shapes or the peak do not fit"
-    return Rate(flops, tflops, mfu, at_clock, rule, None, flag)
 
 
 def trace_device(trace: Trace) -> tuple[Device | None, str | None]:
@@ -372,6 +309,14 @@ class FlopCounts:
         if isinstance(works, str):
             return Rate(reason=works)
         return rate(works, time_ns, device, device_reason, sm_clock_mhz)
+
+    def dtypes(self) -> set[str]:
+        """What was multiplied, in all."""
+        return {work.dtype for work in self.works.values()}
+
+    def rules(self) -> list[str]:
+        """How FLOPs were counted, in all."""
+        return sorted({work.rule for work in self.works.values()})
 
 
 def _why(ops: list[CpuEvent]) -> str:

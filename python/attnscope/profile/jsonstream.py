@@ -2,15 +2,58 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 CHUNK = 1 << 20
 # What does not decode within this is not JSON; no event of a profiler is longer.
 LONGEST_VALUE = 1 << 24
+
+
+# A name with quotes in it, on a line of its own: PyTorch writes them as they are. A line with more
+# members than the name is not one.
+NAME = re.compile(
+    r'^(\s*"name": ")(?!.*",[ \t]*"[^"\n]*":)([^"\n]*"[^\n]*)("\s*,?\s*)$', re.MULTILINE
+)
+
+
+class Text(Protocol):
+    def read(self, size: int, /) -> str: ...
+
+
+class Mended:
+    """The text of a trace with quotes in names escaped, which else is not JSON."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def read(self, size: int, /) -> str:
+        """About so many characters, to the end of a line; "" at the end of the file."""
+        text = self._file.read(size)
+        if text and not text.endswith("\n"):
+            text += self._file.readline(LONGEST_VALUE)
+        return NAME.sub(_escaped, text)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    name = found[2].replace('\\"', '"').replace('"', '\\"')
+    return f"{found[1]}{name}{found[3]}"
+
+
+@contextmanager
+def open_trace(path: str | os.PathLike[str]) -> Iterator[Text]:
+    """The text of a chrome trace, `.json` or `.json.gz`, from its beginning."""
+    opener: Callable[..., IO[str]] = gzip.open if str(path).endswith(".gz") else open
+    # A name that PyTorch garbled is no reason to lose the rest.
+    with opener(path, "rt", encoding="utf-8", errors="replace") as file:
+        yield Mended(file)
 
 
 class Number(str):
@@ -28,7 +71,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def members(file: IO[str], path: Path, key: str) -> Iterator[tuple[str, Any]]:
+def members(file: Text, path: Path, key: str) -> Iterator[tuple[str, Any]]:
     """Keys and values of the object in a file; of the list under `key`, item by item.
 
     Decimal numbers come as `Number`; NaN and Infinity, which are not JSON, as None. Raises
@@ -38,7 +81,7 @@ def members(file: IO[str], path: Path, key: str) -> Iterator[tuple[str, Any]]:
     text = _Text(file, path)
     text.expect("{", f"an object with {key}")
     found = False
-    while True:
+    while not text.accept("}"):
         name = text.value()
         if not isinstance(name, str):
             raise text.wrong(f"a key is expected, not {name!r:.40}")
@@ -65,7 +108,7 @@ def members(file: IO[str], path: Path, key: str) -> Iterator[tuple[str, Any]]:
 class _Text:
     """JSON tokens of a file that is held a chunk at a time."""
 
-    def __init__(self, file: IO[str], path: Path) -> None:
+    def __init__(self, file: Text, path: Path) -> None:
         self.file, self.path = file, path
         self.decoder = json.JSONDecoder(
             parse_float=Number, parse_constant=lambda token: None, strict=False
@@ -105,6 +148,8 @@ class _Text:
 
     def cut(self) -> ValueError:
         end = self.before + len(self.text)
+        if not end:
+            return ValueError(f"{self.path}: it is empty")
         return ValueError(f"{self.path}: cut off at character {end}: it was not written to its end")
 
     def value(self) -> Any:

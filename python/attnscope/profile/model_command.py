@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,20 +9,18 @@ import typer
 
 from attnscope.bench.command import bad_input, integers, pick_device, split
 from attnscope.bench.show import say
-from attnscope.profile.attention_command import make_folder
-from attnscope.profile.document import Document
-from attnscope.profile.models import PRECISIONS, SIZES, ModelConfig, model_config
-from attnscope.profile.tables import ProfileError
+from attnscope.profile.models import PRECISIONS, SIZES, TINY, model_config
+from attnscope.profile.outputs import Output, bad_output, finish, start, teller
 
 if TYPE_CHECKING:
     from attnscope.bench.store import Results
     from attnscope.profile.model_run import Run
-    from attnscope.profile.records import Record
 
-Output = Annotated[Path, typer.Option(help="Folder for records (JSON), report and figures.")]
 Device = Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu; left out, a GPU if any.")]
-Timeout = Annotated[float, typer.Option(min=1, help="Seconds that one configuration may take.")]
-TINY = "tiny"  # for a machine without a GPU: a model that takes a second
+# The most is what a wait takes, in milliseconds and 32 bits.
+Timeout = Annotated[
+    float, typer.Option(min=1, max=2e6, help="Seconds that one configuration may take.")
+]
 
 
 def lm_command(
@@ -37,7 +33,12 @@ def lm_command(
     batch: Annotated[int, typer.Option(min=1, help="Sequences a step.")] = 4,
     output: Output = Path("model_report"),
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the records there; failed ones again.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on with the records there; failed ones again. Left out, records that are"
+            " there are an error, so that none is lost.",
+        ),
     ] = False,
     timeout: Timeout = 600.0,
     device: Device = None,
@@ -58,7 +59,7 @@ def lm_command(
         runs = [
             Run(
                 name=name,
-                config=_config(name, context),
+                config=model_config(name, context),
                 impl=one.name,
                 precision=precision,
                 batch=batch,
@@ -73,7 +74,7 @@ def lm_command(
     from attnscope.profile.model_report import model_report
     from attnscope.profile.records import checked
 
-    results = _measure(runs, output / "lm.json", timeout, where, resume)
+    results = _measure(runs, output / "lm", timeout, where, resume)
     finish("profile_model", lambda: model_report(results.rows, results.env), output / "lm")
     statuses = {checked(record)["status"] for record in results.rows}
     if "refused" in statuses or "ok" not in statuses:
@@ -83,7 +84,7 @@ def lm_command(
 def pair_command(
     model: Annotated[str, typer.Option(help=f"One of {', '.join([*SIZES, TINY])}.")] = "small",
     context: Annotated[int, typer.Option(min=1, help="Context length.")] = 512,
-    impl: Annotated[str, typer.Option(help="The fused attention.")] = "sdpa-flash",
+    impl: Annotated[str, typer.Option(help="Attention of the optimised loop.")] = "sdpa-flash",
     batch: Annotated[int, typer.Option(min=1, help="Sequences a step of the plain loop.")] = 4,
     larger_batch: Annotated[int, typer.Option(min=1, help="Of the optimised one.")] = 32,
     output: Output = Path("pair_report"),
@@ -101,62 +102,31 @@ def pair_command(
         where = str(pick_device(device))
         (fused,) = resolve([impl])
         ways = recipes(fused.name, batch, larger_batch)
-        todo = runs(_config(model, context), ways, where)
-    results = _measure(todo, output / "pair.json", timeout, where)
+        todo = runs(model_config(model, context), ways, where)
+    results = _measure(todo, output / "pair", timeout, where)
     finish("profile_model", lambda: pair_report(results.rows, results.env), output / "pair")
 
 
-def _config(name: str, context: int) -> ModelConfig:
-    if name == TINY:
-        return ModelConfig(d_model=64, d_ff=256, layers=2, heads=4, context=context, vocabulary=256)
-    return model_config(name, context)
-
-
 def _measure(
-    runs: list[Run], path: Path, timeout_s: float, device: str, resume: bool | None = None
+    runs: list[Run], stem: Path, timeout_s: float, device: str, resume: bool | None = None
 ) -> Results:
     """Run what the file has no record of. `resume` is None where a run cannot be gone on with."""
     import torch
 
-    from attnscope.bench.store import Results, environment
+    from attnscope.bench.store import environment
     from attnscope.profile.model_run import run_all
     from attnscope.profile.records import check_configurations
 
     with bad_input("profile_model"):
-        make_folder(path.parent)
-        results = Results.create(path, environment(torch.device(device), {}), bool(resume))
+        results = start(stem, environment(torch.device(device), {}), resume)
         check_configurations(results.rows)
     told = teller(lambda one: f"{one['model']}, context {one['context']}, {one['impl']}")
     try:
-        run_all(runs, results, timeout_s=timeout_s, on_done=told)
+        with bad_output("profile_model", stem.parent):
+            run_all(runs, results, timeout_s=timeout_s, on_done=told)
     except KeyboardInterrupt:
         how = "" if resume is None else "; go on with --resume"
-        done = f"{path} has what was done{how}" if results.rows else "nothing was done yet"
+        done = f"{results.path} has what was done{how}" if results.rows else "nothing was done yet"
         say(f"profile_model: stopped; {done}", "red")
         raise typer.Exit(130) from None
     return results
-
-
-def teller(name: Callable[[Record], str]) -> Callable[[Record], None]:
-    """Says how a record ended, and how long after now."""
-    started = time.perf_counter()
-
-    def tell(record: Record) -> None:
-        why = f": {record['reason']}" if record["reason"] else ""
-        seconds = time.perf_counter() - started
-        say(f"{seconds:6.1f} s  {name(record)}: {record['status']}{why}")
-
-    return tell
-
-
-def finish(command: str, report: Callable[[], Document], stem: Path) -> None:
-    """Show a report and write it beside its records; exit code 1 where it cannot be true."""
-    try:
-        document = report()
-    except (ProfileError, ValueError) as error:
-        say(f"{command}: {error}", "red")
-        raise typer.Exit(1) from None
-    document.print()
-    document.write_markdown(stem.with_suffix(".md"))
-    document.write_html(stem.with_suffix(".html"))
-    say(f"wrote {stem}.json, .md and .html")

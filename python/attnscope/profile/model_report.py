@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from attnscope.profile.checks import SLACK_US, ProfileError
 from attnscope.profile.document import Document, Section
 from attnscope.profile.figures import CATEGORY_COLOURS, PART_COLOURS, stacked_bars
 from attnscope.profile.model_run import SOFTMAX_OPS, TIMED_STEPS
 from attnscope.profile.models import ATTENTION, BACKWARD, CORE, FORWARD, OPTIMIZER, PARTS, PHASES
 from attnscope.profile.names import CATEGORIES
 from attnscope.profile.records import OUTSIDE, Record, checked
-from attnscope.profile.tables import SLACK_US, ProfileError
 
 Row = dict[str, Any]
 TOP = 3  # kernels shown of each configuration, in the forward pass and in the step

@@ -78,12 +78,15 @@ SIZES = {
     "xl": (1600, 48, 25),
     "2.7B": (2560, 32, 32),
 }
+TINY = "tiny"  # for a machine without a GPU: a model that takes a second
 
 
 def model_config(name: str, context: int) -> ModelConfig:
-    """One of SIZES at a context length. Raises ValueError for another name."""
+    """One of SIZES, or TINY, at a context length. Raises ValueError for another name."""
+    if name == TINY:
+        return ModelConfig(d_model=64, d_ff=256, layers=2, heads=4, context=context, vocabulary=256)
     if name not in SIZES:
-        raise ValueError(f"model: {name!r} is not one of {', '.join(SIZES)}")
+        raise ValueError(f"model: {name!r} is not one of {', '.join([*SIZES, TINY])}")
     d, layers, heads = SIZES[name]
     return ModelConfig(d_model=d, d_ff=4 * d, layers=layers, heads=heads, context=context)
 

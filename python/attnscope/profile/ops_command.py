@@ -8,8 +8,8 @@ import typer
 
 from attnscope.bench.command import bad_input, pick_device
 from attnscope.profile.attached import attached_tool
-from attnscope.profile.attention_command import make_folder
-from attnscope.profile.model_command import Device, Output, finish, teller
+from attnscope.profile.model_command import Device
+from attnscope.profile.outputs import Output, bad_output, finish, start, teller
 
 COMMAND = "profile_ops"
 
@@ -22,7 +22,7 @@ def ops_command(output: Output = Path("attribution_report"), device: Device = No
     with bad_input(COMMAND):
         import torch
 
-        from attnscope.bench.store import Results, environment
+        from attnscope.bench.store import environment
         from attnscope.profile.ops_report import attribution_report, missed
         from attnscope.profile.ops_run import CALLS, measure_all
 
@@ -31,12 +31,12 @@ def ops_command(output: Output = Path("attribution_report"), device: Device = No
             raise ValueError("device: needs a CUDA device: it is GPU time that is accounted for")
         if tool := attached_tool():
             raise ValueError(f"runs under {tool[0]} ({tool[1]}); run it without")
-        make_folder(output)
         torch.cuda.set_device(where)
-        settings = {"calls": CALLS}
-        results = Results.create(output / "attribution.json", environment(where, settings), False)
-    measure_all(results, where, teller(lambda one: f"{one['call']}, {one['start']}"))
-    finish(COMMAND, lambda: attribution_report(results.rows, results.env), output / "attribution")
+        stem = output / "attribution"
+        results = start(stem, environment(where, {"calls": CALLS}))
+    with bad_output(COMMAND, output):
+        measure_all(results, where, teller(lambda one: f"{one['call']}, {one['start']}"))
+    finish(COMMAND, lambda: attribution_report(results.rows, results.env), stem)
     measured = any(record["status"] == "ok" for record in results.rows)
     if not measured or any(map(missed, results.rows)):
         raise typer.Exit(1)

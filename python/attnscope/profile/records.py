@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from attnscope.profile.checks import SLACK_US, ProfileError
 from attnscope.profile.models import FORWARD, PARTS, PHASES
 from attnscope.profile.names import CATEGORIES
-from attnscope.profile.tables import SLACK_US, ProfileError
 
 Record = dict[str, Any]
 OUTSIDE = "(outside)"  # of the phases, or of the parts

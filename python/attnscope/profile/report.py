@@ -15,7 +15,13 @@ from attnscope.profile.document import Section, environment, rows_of
 from attnscope.profile.figures import CATEGORY_COLOURS, activity, categories, step_parts
 from attnscope.profile.flops import NO_WORK
 from attnscope.profile.icicle import icicle
-from attnscope.profile.show import attribution_line, duration, heading, percent
+from attnscope.profile.show import (
+    attribution_line,
+    duration,
+    heading,
+    percent,
+    speed_captions,
+)
 from attnscope.profile.show_use import FIGURES
 
 if TYPE_CHECKING:
@@ -26,7 +32,8 @@ OPERATORS = {
     "name": "op", "calls": "calls", "gpu_us": "GPU us", "gpu_share": "share %",
     "self_gpu_us": "self GPU us", "gpu_mean_us": "a call us", "kernels": "kernels",
     "copy_us": "copies us", "backward_gpu_us": "backward us", "cpu_us": "CPU us",
-    "self_cpu_us": "self CPU us", "tflops": "TFLOP/s", "mfu": "MFU %", "flops_reason": "no FLOPs",
+    "self_cpu_us": "self CPU us", "tflops": "TFLOP/s", "mfu": "MFU %",
+    "mfu_at_clock": "MFU at clock %", "flops_reason": "why missing",
 }  # fmt: skip
 KERNELS = {
     "kernel": "kernel", "symbol": "symbol", "category": "category", "calls": "calls",
@@ -37,7 +44,7 @@ STAGES = {
     "range": "range", "path": "path", "calls": "calls", "wall_us": "wall us", "gpu_us": "GPU us",
     "gpu_self_us": "own GPU us", "gpu_busy_us": "busy us", "gpu_span_us": "span us",
     "idle_us": "idle us", "kernels": "kernels", "tflops": "TFLOP/s", "mfu": "MFU %",
-    "flops_reason": "no FLOPs",
+    "mfu_at_clock": "MFU at clock %", "flops_reason": "why missing",
 }  # fmt: skip
 
 
@@ -117,6 +124,7 @@ def _sections(profile: Profile) -> Iterator[Section]:
         "GPU time of an op has its kernels and those of the ops inside; only self time may be "
         f"summed. {line}.",
         _rows(operators, OPERATORS),
+        notes=speed_captions(profile),
     )
     yield from _gpu_sections(profile, line)
     steps = profile.steps() if any(e.kind in ("op", "range") for e in profile.trace.cpu) else None
@@ -130,7 +138,6 @@ def _sections(profile: Profile) -> Iterator[Section]:
 
 
 def _gpu_sections(profile: Profile, line: str) -> Iterator[Section]:
-    from attnscope.profile.links import kernel_links, line_table
     from attnscope.profile.names import category
 
     kernels = profile.kernels()
@@ -140,8 +147,7 @@ def _gpu_sections(profile: Profile, line: str) -> Iterator[Section]:
     if len(copies := profile.copies()):
         text = "Copies and fills, which are in no other table."
         yield Section("Copies", text, _rows(copies, {n: n.replace("_", " ") for n in copies}))
-    if any(event.kind == "python" for event in profile.trace.cpu) and len(kernels):
-        lines = line_table(kernel_links(profile.attribution))
+    if len(lines := profile.lines()):
         text = "GPU time by line of Python: where the function begins that led to the kernel."
         headings = {"line": "line", "gpu_us": "GPU us", "kernels": "kernels", "names": "names"}
         yield Section("Lines", text, _rows(lines, headings))
@@ -151,8 +157,6 @@ def _rows(table: pandas.DataFrame, headings: dict[str, str]) -> list[dict[str, A
     """Rows under their headings; shares as percent."""
     found = []
     for row in rows_of(table):
-        if (row.get("mfu") or 0) > 1:
-            row["mfu"] = None  # its reason stands in the row
         if row.get("flops_reason") == NO_WORK:
             row["flops_reason"] = None
         for key, name in headings.items():

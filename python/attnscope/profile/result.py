@@ -11,9 +11,18 @@ import pandas
 
 from attnscope.profile.attribution import Attribution
 from attnscope.profile.audit import Audit, audit
-from attnscope.profile.tables import (
+from attnscope.profile.checks import (
     ProfileError,
+    check_copies,
+    check_figures,
+    check_lines,
+    check_links,
+    check_memory,
+    check_modules,
+    check_steps,
     check_tables,
+)
+from attnscope.profile.tables import (
     copies_table,
     kernel_table,
     memory_table,
@@ -140,34 +149,60 @@ class Profile:
         return self._tables["stages"].copy()
 
     def copies(self) -> pandas.DataFrame:
-        """See tables.copies_table."""
-        return copies_table(self.attribution)
+        """See tables.copies_table. Raises ProfileError as `operators`; so do those below."""
+        table = copies_table(self.attribution)
+        check_copies(self.attribution, table)
+        return table
 
     def modules(self) -> pandas.DataFrame:
         """See tables.module_table; empty unless `stacks` was on."""
-        return module_table(self.attribution)
+        table = module_table(self.attribution)
+        check_modules(self.attribution, table)
+        return table
 
     def memory(self) -> pandas.DataFrame:
         """See tables.memory_table; empty unless `memory` was on."""
-        return memory_table(self.attribution)
+        table = memory_table(self.attribution)
+        check_memory(self.attribution, table)
+        return table
 
     def links(self) -> pandas.DataFrame:
         """See links.kernel_links: kernel, launch, op, line, of each piece of GPU work."""
+        return self._links.copy()
+
+    @cached_property
+    def _links(self) -> pandas.DataFrame:
         from attnscope.profile.links import kernel_links
 
-        return kernel_links(self.attribution)
+        table = kernel_links(self.attribution)
+        check_links(self.attribution, table)
+        return table
+
+    def lines(self) -> pandas.DataFrame:
+        """See links.line_table; empty unless `stacks` was on."""
+        from attnscope.profile.links import line_table
+
+        recorded = any(event.kind == "python" for event in self.trace.cpu)
+        table = line_table(self._links if recorded else self._links.head(0))
+        if recorded:
+            check_lines(self.attribution, table)
+        return table
 
     def steps(self) -> pandas.DataFrame:
         """See breakdown.step_breakdown."""
         from attnscope.profile.breakdown import step_breakdown
 
-        return step_breakdown(self.attribution)
+        table = step_breakdown(self.attribution)
+        check_steps(self.attribution, table)
+        return table
 
     def efficiency(self) -> Efficiency:
         """See efficiency.efficiency."""
         from attnscope.profile.efficiency import efficiency
 
-        return efficiency(self.attribution)
+        found = efficiency(self.attribution)
+        check_figures(found)
+        return found
 
     def findings(self) -> list[Finding]:
         """See detect.detect."""

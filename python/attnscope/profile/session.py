@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import os
 import re
 import shutil
@@ -27,6 +28,10 @@ from attnscope.profile.trace import SENTINEL, WAIT
 SENTINEL_KERNELS = 3
 LARGE_TRACE = 200 << 20  # bytes; about half a million events
 LONG_REGION_S = 60.0
+SECOND = (
+    "another profiler of PyTorch ran inside the region and took its events; take it out there, or "
+    "read its own trace with attnscope profile --trace"
+)
 _running = threading.Lock()
 
 
@@ -67,6 +72,8 @@ class profile:
         memory: bool = False,
         kineto: bool = False,
     ) -> None:
+        if callable(name):
+            raise TypeError(f"name: is {name!r}; a function is decorated with @profile()")
         for key, value in (("warmup", warmup), ("retries", retries)):
             if value < 0:
                 raise ValueError(f"{key}: {value} is not 0 or more")
@@ -102,6 +109,12 @@ class profile:
         return False
 
     def __call__(self, function: Callable[..., Any]) -> Any:
+        if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+            raise TypeError(
+                f"{function.__qualname__}: runs when it is iterated or awaited, not when it is "
+                "called; profile what iterates or awaits it"
+            )
+
         @functools.wraps(function)
         def recorded(*args: Any, **kwargs: Any) -> Any:
             call = functools.partial(function, *args, **kwargs)
@@ -169,6 +182,8 @@ class profile:
             late.daemon = True
             late.start()
             try:
+                with torch.profiler.record_function(WAIT):
+                    synchronize()
                 _sentinel(cuda)
                 start = time.perf_counter()
                 try:
@@ -181,13 +196,21 @@ class profile:
                     found.sm_clock_mhz, found.sm_clock_reason = _sm_clock(nvml)
             finally:
                 late.cancel()
-                recorder.stop()
+                # One that began and ended inside took this one's events; PyTorch ends the process
+                # where they are asked for all the same.
+                alone = torch.autograd.profiler._is_profiler_enabled
+                if alone:
+                    recorder.stop()
+        if not alone:
+            raise ProfileError(SECOND)
         folder = tempfile.mkdtemp(prefix="attnscope-profile-")
         weakref.finalize(found, shutil.rmtree, folder, ignore_errors=True)
         source = Path(folder) / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', self.name)}.json"
         recorder.export_chrome_trace(str(source))
         _warn_of_size(source)
         found.fill(source)
+        if found.trace.waits != 2:
+            raise ProfileError(SECOND)
         if self.kineto:
             from attnscope.profile.kineto import averages
 

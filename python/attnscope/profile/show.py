@@ -9,7 +9,7 @@ import pandas
 
 from attnscope.bench.show import say
 from attnscope.profile.attribution import ENGINE, Attribution
-from attnscope.profile.links import line_table
+from attnscope.profile.rates import peaks_text
 from attnscope.profile.tables import NO_OP, REPLAY, path_of
 from attnscope.profile.terminal import (
     Column,
@@ -17,6 +17,7 @@ from attnscope.profile.terminal import (
     duration,
     mebibytes,
     percent,
+    plain,
     print_table,
     unit_of,
 )
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
     from attnscope.profile.result import Profile
 
 NO_GPU_TIME = "no GPU time: no kernel ran in the region"
-SORTED = "name calls cpu_us self_cpu_us gpu_us self_gpu_us kernels gpu_mean_us copy_us".split()
+SORTED = (
+    "name", "calls", "cpu_us", "self_cpu_us", "gpu_us", "self_gpu_us", "kernels", "gpu_mean_us",
+    "gpu_share", "copy_us", "backward_gpu_us", "flops", "tflops", "mfu", "mfu_at_clock",
+)  # fmt: skip
 
 LINES_NOTE = "with the line where the function begins; backward work is with its forward op"
 KINETO_NOTE = "ours are kernels, each once; key_averages() is as PyTorch counts"
@@ -39,16 +43,25 @@ KINETO: list[Column] = [
 ]
 
 
+def check_sort(sort: str | None) -> None:
+    """Raises ValueError for what is not None or a column that operators can be sorted by."""
+    if sort is not None and sort not in SORTED:
+        known = ", ".join(SORTED)
+        raise ValueError(f"sort: {sort!r} is not a column of the operators; one of {known}")
+
+
 def print_profile(
     profile: Profile, top: int = 20, sort: str | None = None, full_names: bool = False
 ) -> None:
-    """Print every table that has rows, `top` rows of each.
+    """Print every table that has rows, `top` rows of each, 1 or more.
 
-    `sort` is a column of the operator table (the default is GPU time, CPU time without a GPU).
-    Raises ValueError for another, ProfileError for tables that cannot be true.
+    `sort` is a column of the operator table, one of SORTED (the default is GPU time, CPU time
+    without a GPU); rows without a value come last. Raises ValueError for another and for another
+    `top`, ProfileError for tables that cannot be true.
     """
-    if sort is not None and sort not in SORTED:
-        raise ValueError(f"sort: {sort!r} is not a column of the operators; one of {SORTED}")
+    if not isinstance(top, int) or top < 1:
+        raise ValueError(f"top: {top!r} is not a number of rows; an int, 1 or more")
+    check_sort(sort)
     operators, stages, kernels = profile.operators(), profile.stages(), profile.kernels()
     gpu = bool(profile.trace.kernels)
     line = attribution_line(profile.attribution) if gpu else ""  # it is said once, above
@@ -69,6 +82,8 @@ def print_profile(
     ops = operators[~apart].sort_values(key, ascending=key == "name", kind="stable")
     pinned = operators[apart & (operators["kernels"] > 0)]
     print_table("Operators", ops, _operator_columns(operators, gpu), top, line, pinned)
+    for said in speed_captions(profile):
+        say(plain(said), "dim")
     if gpu:
         print_table("Kernels", kernels, _kernel_columns(kernels, full_names), top, line)
     if len(copies := profile.copies()):
@@ -80,8 +95,7 @@ def print_profile(
             for depth, path in zip(modules.depth, modules.module, strict=True)
         ]
         print_table("Modules", modules.assign(module=names), _module_columns(modules), top, line)
-    if any(event.kind == "python" for event in profile.trace.cpu) and gpu:
-        lines = line_table(profile.links())
+    if len(lines := profile.lines()):
         print_table("Python lines", lines, _line_columns(lines), top, LINES_NOTE)
     if len(memory := profile.memory()):
         print_table("Memory", memory, _memory_columns(), top, _peak(profile))
@@ -146,6 +160,17 @@ def attribution_line(attribution: Attribution) -> str:
     ]
     more = f"; and {len(times) - 5} more kinds" if len(times) > 5 else ""
     return f"{said}; not owned: " + "; ".join(rest) + more
+
+
+def speed_captions(profile: Profile) -> list[str]:
+    """How FLOPs were counted and what MFU is a share of; empty where none were counted."""
+    if not (rules := profile.flop_counts.rules()):
+        return []
+    said = [f"FLOPs are counted as: {'; '.join(rules)}."]
+    device, dtypes = profile.device, profile.flop_counts.dtypes()
+    if device is not None and (peaks := peaks_text(device, dtypes)):
+        said.append(f"MFU is of the dense peak of {device.name}: {peaks} ({device.source}).")
+    return said
 
 
 def _print_state(profile: Profile) -> None:

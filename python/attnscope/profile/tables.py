@@ -1,6 +1,6 @@
 """Attribution as tables: ops, kernels, stages, copies, modules, memory. Times in microseconds.
 
-A table that cannot be true is not given out: `check_tables` holds every sum and every share.
+A table that cannot be true is not given out: see checks.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import pandas
 
 from attnscope.profile.attribution import Attribution
+from attnscope.profile.checks import ProfileError as ProfileError
+from attnscope.profile.checks import check_tables as check_tables
 from attnscope.profile.sums import Row, Rows, Stage
 from attnscope.profile.trace import CpuEvent, GpuEvent, Trace
 
@@ -22,12 +24,7 @@ if TYPE_CHECKING:
 NO_OP = "(not owned by an op)"
 REPLAY = "(CUDA graph replay)"
 NO_RANGE = "(in no range)"
-SPEED = ("flops", "tflops", "mfu", "mfu_at_clock", "flops_reason")
-SLACK_US = 0.5  # of sums of numbers that were rounded to nanoseconds
-
-
-class ProfileError(RuntimeError):
-    """A profile that is incomplete or contradicts itself; no number of it can be trusted."""
+SPEED = ("flops", "tflops", "mfu", "mfu_at_clock", "flops_rule", "peak", "flops_reason")
 
 
 def operator_table(
@@ -163,8 +160,9 @@ def stage_table(
     outside = Stage((NO_RANGE,))
     for work in trace.gpu:
         around = attribution.ranges(work)
-        for one in around:
-            by_range[one.index].work[one.index].append(work)
+        # Ranges that cross may be of one path: the work counts once, for the outermost.
+        for path, one in {by_range[one.index].path: one for one in reversed(around)}.items():
+            stages[path].work[one.index].append(work)
         if work.kind == "kernel":
             (by_range[around[-1].index] if around else outside).own.append(work)
         if not around:
@@ -259,51 +257,20 @@ def memory_table(attribution: Attribution) -> pandas.DataFrame:
     return table.sort_values("allocated_bytes", ascending=False, ignore_index=True)
 
 
-def check_tables(
-    attribution: Attribution,
-    operators: pandas.DataFrame,
-    kernels: pandas.DataFrame,
-    stages: pandas.DataFrame,
-) -> None:
-    """Raises ProfileError for what cannot be true: a sum that is not the time of all kernels, a
-    share over 100 %, a part above its whole, a range that was busy longer than it lasted."""
-    total = attribution.total_ns / 1e3
-    sums = {"operators": operators["self_gpu_us"], "kernels": kernels["total_us"]}
-    if len(stages):
-        sums["stages"] = stages["gpu_self_us"]
-    for name, column in sums.items():
-        if abs(column.sum() - total) > SLACK_US:
-            raise ProfileError(
-                f"{name}: the parts are {column.sum():.3f} us, all kernels are {total:.3f} us"
-            )
-    wholes = [
-        ("operators", operators, "self_gpu_us", "gpu_us"),
-        ("operators", operators, "self_cpu_us", "cpu_us"),
-        ("kernels", kernels, "min_us", "max_us"),
-        ("stages", stages, "gpu_self_us", "gpu_us"),
-        ("stages", stages, "gpu_busy_us", "gpu_span_us"),
-    ]
-    for name, table, part, whole in wholes:
-        bad = table[table[part] > table[whole] + SLACK_US]
-        if len(bad):
-            row = bad.iloc[0]
-            raise ProfileError(
-                f"{name}: {row.iloc[0]}: {part} is {row[part]:.3f}, more than {whole}, "
-                f"{row[whole]:.3f}"
-            )
-    for name, column in (("operators", operators["gpu_share"]), ("kernels", kernels["share"])):
-        if len(column) and column.max() > 1 + 1e-9:
-            raise ProfileError(f"{name}: a share of {column.max():.2%}")
-
-
 # Parts
 
 
 def speed(rate: Rate) -> dict[str, float | str | None]:
     """A rate as the columns SPEED."""
-    reason = rate.flag or rate.reason
-    known = {"flops": rate.flops, "tflops": rate.tflops, "mfu": rate.mfu}
-    return known | {"mfu_at_clock": rate.mfu_at_clock, "flops_reason": reason}
+    return {
+        "flops": rate.flops,
+        "tflops": rate.tflops,
+        "mfu": rate.mfu,
+        "mfu_at_clock": rate.mfu_at_clock,
+        "flops_rule": rate.rule,
+        "peak": rate.peak,
+        "flops_reason": rate.reason,
+    }
 
 
 def op_parents(trace: Trace) -> list[int]:

@@ -13,13 +13,13 @@ import os
 import zlib
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from attnscope.profile.jsonstream import members, plain
+from attnscope.profile.jsonstream import members, open_trace, plain
 
 CPU_KINDS = {
     "cpu_op": "op",
@@ -32,7 +32,7 @@ GPU_KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
 # A range with a few small kernels, at each end of a window. Work lost at an end of a capture is
 # lost here first, so the reader takes the kernels out and counts them.
 SENTINEL = "attnscope::sentinel"
-WAIT = "attnscope::wait"  # around the profiler's own synchronisation at the end of a region
+WAIT = "attnscope::wait"  # around the profiler's own synchronisation at each end of a region
 
 # Of events that start and end together, the outer one: a range is entered before the op in it.
 RANKS = {"range": 0, "python": 1, "op": 2, "call": 3}
@@ -123,6 +123,7 @@ class Trace:
     `arrows` leads from thread and start of a backward op to the thread of its forward op.
     `start` and `end` are the window: between the sentinels where there are two, else the whole
     recording. `sentinels` has the kernels found in each sentinel, and nothing else has them.
+    `waits` counts the profiler's own waits for the device: one at each end of a region.
     """
 
     cpu: list[CpuEvent] = field(default_factory=list)
@@ -132,6 +133,7 @@ class Trace:
     devices: list[dict[str, Any]] = field(default_factory=list)
     arrows: dict[tuple[int, int], int] = field(default_factory=dict)
     sentinels: list[int] = field(default_factory=list)
+    waits: int = 0
     start: int = 0
     end: int = 0
 
@@ -143,9 +145,8 @@ class Trace:
         """
         trace = cls()
         builder = _Builder(trace)
-        opener: Callable[..., IO[str]] = gzip.open if str(path).endswith(".gz") else open
         try:
-            with opener(path, "rt", encoding="utf-8", errors="replace") as file:
+            with open_trace(path) as file:
                 for key, value in members(file, Path(path), "traceEvents"):
                     if key == "traceEvents":
                         builder.add_checked(value, path)
@@ -335,6 +336,7 @@ class _Builder:
             elif event.correlation:
                 launched[event.correlation] = inside[0]
         found = [launched[w.correlation] for w in trace.gpu if w.correlation in launched]
+        trace.waits = sum(one.name == WAIT for one in own)
         at_ends = [at for at, one in enumerate(own) if one.name == SENTINEL]
         trace.sentinels = [found.count(at) for at in at_ends]
         trace.cpu = kept

@@ -21,6 +21,7 @@ from attnscope.profile.names import CATEGORIES
 from attnscope.profile.records import OUTSIDE, Record, check_record
 
 Row = dict[str, Any]
+UNFUSED = ("naive", "sdpa-math")  # impls whose products and softmax are kernels of their own
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,16 @@ class Recipe:
 
 
 def recipes(impl: str, batch: int, larger: int) -> tuple[Recipe, ...]:
-    """Plain first, optimised last. `impl` is the fused attention, `larger` the larger batch."""
-    return (
-        Recipe("plain: fp32, attention in separate ops", "fp32", "naive", batch),
-        Recipe("bf16 autocast", "autocast", "naive", batch),
-        Recipe(f"fused attention ({impl})", "autocast", impl, batch),
-        Recipe(f"batch {larger} instead of {batch}", "autocast", impl, larger),
-    )
+    """Plain first, optimised last. `impl` is the attention of the optimised loop, `larger` its
+    batch; what is no change, such as from naive to naive, is left out."""
+    form = "unfused" if impl in UNFUSED else "fused"
+    ways = [Recipe("plain: fp32, attention in separate ops", "fp32", "naive", batch)]
+    ways.append(Recipe("bf16 autocast", "autocast", "naive", batch))
+    if impl != "naive":
+        ways.append(Recipe(f"{form} attention ({impl})", "autocast", impl, batch))
+    if larger != batch:
+        ways.append(Recipe(f"batch {larger} instead of {batch}", "autocast", impl, larger))
+    return tuple(ways)
 
 
 def runs(config: ModelConfig, ways: Sequence[Recipe], device: str) -> list[Run]:

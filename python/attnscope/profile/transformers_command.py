@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from attnscope.bench.command import bad_input, pick_device
-from attnscope.profile.attention_command import make_folder
-from attnscope.profile.model_command import Device, Output, finish, teller
+from attnscope.profile.model_command import Device
+from attnscope.profile.outputs import Output, bad_output, finish, start, teller
 from attnscope.profile.records import Record
 
 COMMAND = "profile_transformers"
@@ -32,7 +32,7 @@ def transformers_command(
     failed or nothing could be measured, 2 bad input or no transformers.
     """
     with bad_input(COMMAND):
-        from attnscope.bench.store import Results, environment
+        from attnscope.bench.store import environment
         from attnscope.transformers import require
 
         settings = {"transformers": require()}
@@ -48,9 +48,8 @@ def transformers_command(
             batch=batch,
             context=context,
         )
-        make_folder(output)
-        env = environment(where, settings)
-        results = Results.create(output / "transformers.json", env, resume=False)
+        stem = output / "transformers"
+        results = start(stem, environment(where, settings))
     tell = teller(lambda one: f"{one['impl']}, {one['mode']}")
 
     def keep(record: Record) -> None:
@@ -58,8 +57,9 @@ def transformers_command(
         results.save()
         tell(record)
 
-    run_all(shape, where, on_done=keep)
-    finish(COMMAND, lambda: transformers_report(results.rows, results.env), output / "transformers")
+    with bad_output(COMMAND, output):
+        run_all(shape, where, on_done=keep)
+    finish(COMMAND, lambda: transformers_report(results.rows, results.env), stem)
     statuses = {record["status"] for record in results.rows}
     if "ok" not in statuses or statuses & {"wrong", "failed"}:
         raise typer.Exit(1)

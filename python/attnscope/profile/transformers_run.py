@@ -58,10 +58,22 @@ class Llama:
                 raise ValueError(
                     f"{name}: {getattr(self, name)} is not a multiple of {of} ({getattr(self, of)})"
                 )
+        if self.hidden // self.heads % 2:  # rotary angles turn pairs
+            raise ValueError(
+                f"hidden: {self.hidden} is not an even multiple of heads ({self.heads})"
+            )
 
     @property
     def intermediate(self) -> int:
         return self.hidden * 11 // 4
+
+    @property
+    def parameters(self) -> int:
+        """Trained numbers: matrices, norms, the embedding and the output matrix."""
+        d = self.hidden
+        projections = 2 * d * d + 2 * d * (d // self.heads * self.kv_heads)
+        block = projections + 3 * d * self.intermediate + 2 * d
+        return self.layers * block + d + 2 * d * self.vocabulary
 
 
 def build(shape: Llama, device: torch.device) -> tuple[Any, Tensor]:
@@ -92,15 +104,22 @@ def run_all(
     impls: Sequence[str] = IMPLS,
     on_done: Callable[[Record], None] = lambda record: None,
 ) -> list[Record]:
-    """Check and measure each implementation in each mode: records in that order."""
+    """Check and measure each implementation in each mode: records in that order.
+
+    A model or a reference that cannot be had, for want of memory say, fails all of them.
+    """
     register()
-    model, tokens = build(shape, device)
-    parameters = sum(one.numel() for one in model.parameters())
-    checks = check_logits(model, tokens, impls)
+    model: Any = None
+    tokens: Any = None
+    try:
+        model, tokens = build(shape, device)
+        checks = check_logits(model, tokens, impls)
+    except Exception as error:
+        checks = dict.fromkeys(impls, {"status": "failed", "reason": explain(error)})
     records = []
     for mode in MODES:
         for impl in impls:
-            key = {"impl": impl, "mode": mode, **asdict(shape), "parameters": parameters}
+            key = {"impl": impl, "mode": mode, **asdict(shape), "parameters": shape.parameters}
             found = checks[impl]
             record = key | {"check": found, "status": found["status"], "reason": found["reason"]}
             if found["status"] == "ok":
