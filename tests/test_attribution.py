@@ -10,6 +10,7 @@ from trace_files import RECORDED, RECORDINGS, cpu, kernel, launch, named, op, wr
 
 from attnscope.profile.attribution import Attribution, busy_ns
 from attnscope.profile.audit import audit
+from attnscope.profile.checks import ProfileError, check_tables
 from attnscope.profile.flops import FlopCounts
 from attnscope.profile.kineto import comparison
 from attnscope.profile.show import attribution_line
@@ -17,8 +18,6 @@ from attnscope.profile.tables import (
     NO_OP,
     NO_RANGE,
     REPLAY,
-    ProfileError,
-    check_tables,
     copies_table,
     kernel_table,
     memory_table,

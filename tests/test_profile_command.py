@@ -209,6 +209,21 @@ def test_a_script_whose_events_were_lost_runs_again(
     assert code == 1 and "INCOMPLETE" in out
 
 
+def test_a_script_that_fails_when_it_runs_again_is_told_as_its_own_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "twice.py"
+    path.write_text(
+        "import pathlib, torch\ntorch.ones(2) + 1\nseen = pathlib.Path(__file__ + '.ran')\n"
+        "if seen.exists(): raise RuntimeError('mine')\nseen.touch()\n"
+    )
+    lost = Audit(launches=5, lost=[CpuEvent("call", "cudaLaunchKernel", 1, 0, 1)])
+    monkeypatch.setattr("attnscope.profile.result.audit", lambda trace: lost)
+    code, out = run(str(path))
+    assert code == 1 and "Running the script again" in out
+    assert "cannot be read" not in out
+
+
 def strict(path: Path) -> Any:
     def refuse(token: str) -> None:
         raise AssertionError(f"{token} is not JSON")

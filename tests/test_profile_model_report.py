@@ -12,12 +12,12 @@ from made_trace import recorded
 from step_trace import FUSED, record, step
 
 from attnscope.bench.store import Results, read_results
+from attnscope.profile.checks import ProfileError
 from attnscope.profile.document import Document, Section
 from attnscope.profile.model_report import model_report, part_times
 from attnscope.profile.model_run import Run, place, run_all, run_apart, summarise
 from attnscope.profile.models import ModelConfig
 from attnscope.profile.records import Record, check_record, checked
-from attnscope.profile.tables import ProfileError
 from attnscope.profile.transformer import pair_report, recipes, runs
 
 ENV = {"gpu": "NVIDIA H200", "torch": "2.11", "time": "now"}

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from attnscope.bench.store import Results, read_results
 from attnscope.bench.timing import Timing
 from attnscope.profile import ops_command, ops_run
+from attnscope.profile.checks import ProfileError
 from attnscope.profile.document import rows_of
 from attnscope.profile.ops_report import attribution_report, missed
 from attnscope.profile.ops_run import (
@@ -34,7 +35,6 @@ from attnscope.profile.ops_run import (
 from attnscope.profile.reconcile import Work, compare, measurements
 from attnscope.profile.records import Record
 from attnscope.profile.result import Profile
-from attnscope.profile.tables import ProfileError
 from attnscope.profile.trace import SENTINEL, Trace
 
 CPU = torch.device("cpu")

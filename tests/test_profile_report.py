@@ -14,13 +14,13 @@ from trace_files import RECORDED, RECORDINGS, kernel, launch, named, op, write_t
 
 from attnscope.profile import profile
 from attnscope.profile.attribution import Attribution
+from attnscope.profile.checks import ProfileError
 from attnscope.profile.document import Document, Section, cell, number, rows_of
 from attnscope.profile.export import profile_tables, to_json, write_chrome_trace, write_csv
 from attnscope.profile.figures import activity
 from attnscope.profile.icicle import Node, icicle
 from attnscope.profile.report import write_html
 from attnscope.profile.result import Profile
-from attnscope.profile.tables import ProfileError
 from attnscope.profile.trace import Trace
 
 VOID = {"meta", "input", "br"}

@@ -7,7 +7,7 @@ struct TileOrder {
   int m_blocks;
   int heads;    // batch * heads_q, the query heads of a batch entry side by side
   int section;  // heads whose tiles are taken together
-  int last;     // the last so many heads are a section of their own
+  int last;     // the last so many heads are a section of their own; 0 unless section is 1
 
   long long tiles() const { return static_cast<long long>(m_blocks) * heads; }
 };

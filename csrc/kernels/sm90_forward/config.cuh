@@ -118,7 +118,7 @@ constexpr ForwardChoice choose_forward(int head_dim, int queries, int heads_q, i
   const int grouping = choose_grouping(queries, heads_q, heads_kv, batch);
   if (grouping > 0) return {grouped_tile(dim), grouping};
   int row = -1;
-  for (int i = kForwardTileCount - 1; i >= 0; --i) {
+  for (int i = 0; i < kForwardTileCount && row < 0; ++i) {
     const ForwardTile& t = kForwardTiles[i];
     const int most = causal ? t.causal_rows : t.full_rows;
     const bool enough = queries > t.over_rows || t.over_rows == 0;

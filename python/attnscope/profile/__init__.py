@@ -1,7 +1,7 @@
 """Where GPU time went, with the proof that nothing is missing and nothing is counted twice."""
 
+from attnscope.profile.checks import ProfileError
 from attnscope.profile.result import Profile
 from attnscope.profile.session import annotate, profile
-from attnscope.profile.tables import ProfileError
 
 __all__ = ["Profile", "ProfileError", "annotate", "profile"]

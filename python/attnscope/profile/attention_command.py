@@ -18,10 +18,10 @@ from attnscope.bench.command import SHAPE, bad_input, pick_device, split
 from attnscope.bench.show import say
 from attnscope.bench.workloads import DTYPE_SHORT, Workload
 from attnscope.profile.attached import attached_tool
+from attnscope.profile.checks import ProfileError
 from attnscope.profile.command import write_all
 from attnscope.profile.outputs import bad_output, make_folder
 from attnscope.profile.session import annotate, profile, synchronize
-from attnscope.profile.tables import ProfileError
 from attnscope.ranges import DOMAIN, MEASURE, WARMUP
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import runpy
 import sys
-import tempfile
 import traceback
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,10 +14,11 @@ import typer
 
 from attnscope.bench.command import bad_input
 from attnscope.bench.show import say
+from attnscope.profile.checks import ProfileError
+from attnscope.profile.outputs import make_folder
 from attnscope.profile.result import Profile
 from attnscope.profile.session import LostEvents, profile
 from attnscope.profile.show import check_sort
-from attnscope.profile.tables import ProfileError
 
 INTERRUPTED = 130
 
@@ -75,7 +75,8 @@ def profile_command(
             assert script is not None
             check_sort(sort)
             if output is not None:
-                output = _folder(output)
+                output = output.resolve()  # the script may change directories
+                make_folder(output)
             run = _Script(script, arguments or [], module)
             options = {"shapes": shapes, "stacks": stacks, "memory": memory, "kineto": kineto}
             found, code = _record(run, retries, options)
@@ -140,22 +141,11 @@ def _is_module(name: str) -> bool:
     return found is not None
 
 
-def _folder(output: Path) -> Path:
-    """The folder, made and whole before the script runs, which may change directories."""
-    output = output.resolve()
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output):
-            pass
-    except OSError as error:
-        raise ValueError(f"--output: {output}: {error.strerror}") from None
-    return output
-
-
 def _record(run: _Script, retries: int, options: dict[str, bool]) -> tuple[Profile, int]:
     """Run the script until nothing is lost, and say how it ended."""
-    code, ended = 0, False
+    code = 0
     for left in range(retries, -1, -1):
+        ended = False
         try:
             with profile(run.name, **options) as found:
                 found.unprofiled_reason = "the script ran under the profiler only"

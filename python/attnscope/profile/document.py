@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas
 
-from attnscope.profile.tables import ProfileError
+from attnscope.profile.checks import ProfileError
 
 if TYPE_CHECKING:
     from jinja2 import Environment

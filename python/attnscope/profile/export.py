@@ -43,7 +43,7 @@ def profile_tables(profile: Profile) -> dict[str, pandas.DataFrame]:
         "links": profile.links(),
         "lines": profile.lines(),
     }
-    if any(event.kind in ("op", "range") for event in profile.trace.cpu):
+    if profile.has_ops:
         tables["steps"] = profile.steps()
     if profile.kineto is not None:
         tables["kineto"] = profile.kineto_comparison()
@@ -147,7 +147,7 @@ def _peaks(profile: Profile) -> dict[str, Any]:
 
 def _steps(profile: Profile) -> dict[str, Any]:
     """How steps were told, and what the first one took more than the others, or why not known."""
-    if not any(event.kind in ("op", "range") for event in profile.trace.cpu):
+    if not profile.has_ops:
         return {"rule": None, "setup_us": None, "setup_reason": "no op and no range was recorded"}
     about = profile.steps().attrs
     setup = about["setup_us"]

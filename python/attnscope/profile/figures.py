@@ -92,7 +92,7 @@ def activity(attribution: Attribution) -> Figure | None:
 
 def step_parts(profile: Profile) -> Figure | None:
     """A bar of wall time by part for each step; None without events."""
-    if not any(event.kind in ("op", "range") for event in profile.trace.cpu):
+    if not profile.has_ops:
         return None
     steps = profile.steps().head(MOST_STEPS)
     bars = {row["step"]: {part: row[f"{part}_us"] for part in PARTS} for _, row in steps.iterrows()}

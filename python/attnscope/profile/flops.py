@@ -18,8 +18,7 @@ from typing import Any
 from attnscope.bench.devices import Device, find_device
 from attnscope.profile.attribution import Attribution
 from attnscope.profile.names import category, short_name, uses_tensor_cores
-from attnscope.profile.rates import NO_WORK as NO_WORK
-from attnscope.profile.rates import Rate, Work, rate
+from attnscope.profile.rates import NO_WORK, Rate, Work, rate
 from attnscope.profile.trace import CpuEvent, GpuEvent, Trace
 
 Shapes = tuple[Any, ...]

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attnscope.profile.attribution import ENGINE, Attribution
+from attnscope.profile.checks import ProfileError
 from attnscope.profile.names import category, short_name
-from attnscope.profile.tables import ProfileError, owner_name
+from attnscope.profile.tables import owner_name
 from attnscope.profile.trace import GpuEvent
 
 SMALLEST = 1 / 3000  # of all kernel time; smaller nodes of one parent are put together

@@ -1,4 +1,4 @@
-"""Where the scripts in profiling/ write: a folder, records as they come, a report beside them."""
+"""Where profiles and reports are written: a folder, records as they come, a report beside them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attnscope.bench.show import say
-from attnscope.profile.tables import ProfileError
+from attnscope.profile.checks import ProfileError
 
 if TYPE_CHECKING:
     from attnscope.bench.store import Results

@@ -13,8 +13,8 @@ import pandas
 from attnscope.profile.attribution import ENGINE
 from attnscope.profile.document import Section, environment, rows_of
 from attnscope.profile.figures import CATEGORY_COLOURS, activity, categories, step_parts
-from attnscope.profile.flops import NO_WORK
 from attnscope.profile.icicle import icicle
+from attnscope.profile.rates import NO_WORK
 from attnscope.profile.show import (
     attribution_line,
     duration,
@@ -127,7 +127,7 @@ def _sections(profile: Profile) -> Iterator[Section]:
         notes=speed_captions(profile),
     )
     yield from _gpu_sections(profile, line)
-    steps = profile.steps() if any(e.kind in ("op", "range") for e in profile.trace.cpu) else None
+    steps = profile.steps() if profile.has_ops else None
     if steps is not None:
         text = f"Steps: {steps.attrs['steps']}. Each instant counts once, in the leftmost part."
         names = {n: n.replace("_us", " us") for n in steps.columns}

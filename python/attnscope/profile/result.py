@@ -102,8 +102,12 @@ class Profile:
     @property
     def empty(self) -> bool:
         """Nothing was recorded: no op, no range, no GPU event."""
-        ops = any(event.kind in ("op", "range") for event in self.trace.cpu)
-        return not ops and not self.trace.gpu
+        return not self.has_ops and not self.trace.gpu
+
+    @property
+    def has_ops(self) -> bool:
+        """An op or a range was recorded: there are steps."""
+        return any(event.kind in ("op", "range") for event in self.trace.cpu)
 
     @cached_property
     def flop_counts(self) -> FlopCounts:
@@ -180,16 +184,20 @@ class Profile:
 
     def lines(self) -> pandas.DataFrame:
         """See links.line_table; empty unless `stacks` was on."""
-        from attnscope.profile.links import line_table
+        from attnscope.profile.links import COLUMNS, line_table
 
-        recorded = any(event.kind == "python" for event in self.trace.cpu)
-        table = line_table(self._links if recorded else self._links.head(0))
-        if recorded:
-            check_lines(self.attribution, table)
+        if not any(event.kind == "python" for event in self.trace.cpu):
+            return line_table(pandas.DataFrame(columns=COLUMNS))
+        table = line_table(self._links)
+        check_lines(self.attribution, table)
         return table
 
     def steps(self) -> pandas.DataFrame:
         """See breakdown.step_breakdown."""
+        return self._steps.copy()
+
+    @cached_property
+    def _steps(self) -> pandas.DataFrame:
         from attnscope.profile.breakdown import step_breakdown
 
         table = step_breakdown(self.attribution)

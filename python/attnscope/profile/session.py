@@ -21,8 +21,8 @@ from typing import Any, Literal
 from attnscope.bench.nvml import Nvml
 from attnscope.bench.show import say
 from attnscope.profile.attached import attached_tool
+from attnscope.profile.checks import ProfileError
 from attnscope.profile.result import Profile
-from attnscope.profile.tables import ProfileError
 from attnscope.profile.trace import SENTINEL, WAIT
 
 SENTINEL_KERNELS = 3

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 import pandas
 
 from attnscope.profile.attribution import Attribution
-from attnscope.profile.checks import ProfileError as ProfileError
-from attnscope.profile.checks import check_tables as check_tables
 from attnscope.profile.sums import Row, Rows, Stage
 from attnscope.profile.trace import CpuEvent, GpuEvent, Trace
 

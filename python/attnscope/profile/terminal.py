@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attnscope.bench.show import console, say
-from attnscope.profile.flops import NO_WORK
+from attnscope.profile.rates import NO_WORK
 
 MISSING = "-"
 # Left-justified, beside the first column.
