@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+import time
 
 import numpy as np
 import pytest
@@ -78,6 +79,38 @@ def test_launching_is_not_part_of_the_time():
     assert median(slow_to_launch, fixed(20)) < 0.03
 
 
+@pytest.mark.timing
+@pytest.mark.parametrize("settings", [dict(), dict(l2="warm"), dict(graph=True)], ids=str)
+def test_a_host_that_gets_slow_is_waited_for(settings):
+    x = torch.zeros(8, device=GPU)
+    calls = 0
+
+    def slow_at_times() -> None:
+        nonlocal calls
+        calls += 1
+        if calls % 3 == 0:
+            time.sleep(3e-3)
+        x.add_(1)
+
+    timer = make_timer(GPU, fixed(30, **settings))
+    timing = time_interleaved({"it": [slow_at_times]}, timer, fixed(30, **settings))["it"]
+    assert timing.late == 0 and len(timing.samples_ms) == 30
+    assert max(timing.samples_ms) < 0.1
+
+
+@pytest.mark.timing
+def test_the_card_rests_after_a_sample(spin_2ms):
+    start = time.perf_counter()
+    median(spin_2ms, fixed(10, l2="warm", rest=10.0))
+    assert time.perf_counter() - start > 10 * 22e-3
+
+
+def test_a_call_that_waits_for_the_gpu_is_told_as_late():
+    x = torch.zeros(8, device=GPU)
+    timing = time_interleaved({"it": [lambda: x.sum().item()]}, CudaEvents(GPU, 0), fixed(3))["it"]
+    assert timing.late == len(timing.samples_ms) == 3
+
+
 def test_cold_is_slower_than_warm_and_does_not_depend_on_the_flush():
     x = torch.randn(1 << 20, device=GPU)  # 4 MiB: stays in the L2 unless it is flushed
     l2 = torch.cuda.get_device_properties(GPU).L2_cache_size
@@ -148,7 +181,7 @@ def test_an_impostor_a_wrong_one_and_a_hungry_one_are_rows_without_times(tmp_pat
     row = rows["sdpa-flash"]
     assert row["status"] == "ok" and row["l2"] == "cold" and row["timer"] == "cuda-events"
     assert any("flash_fwd" in name for name in row["kernels"])
-    assert row["enqueue_ms"] > 0
+    assert row["enqueue_ms"] > 0 and row["late_samples"] == 0
     assert row["pct_peak"] is None or 0 < row["pct_peak"] < 100
 
 

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from attnscope.bench.timing import Settings, Timing, WallClock, make_timer, time_interleaved
+from attnscope.bench.timing import (
+    Sample,
+    Settings,
+    Timing,
+    WallClock,
+    make_timer,
+    time_interleaved,
+)
 
 CPU = torch.device("cpu")
 WARM = Settings(l2="warm", min_samples=10, max_samples=10)
@@ -72,6 +79,41 @@ def test_rounds_end_with_the_budget_but_not_before_the_least():
     assert 2 <= len(timed(min_samples=1, max_samples=1000, budget_s=0.05).samples_ms) <= 26
 
 
+class NeedsLead:
+    """A timer of a host that takes so long to launch a call; late, the time is longer."""
+
+    name = "needs-lead"
+
+    def __init__(self, launch_ms: float, enqueue_ms: float = 0.1):
+        self.launch_ms, self.enqueue_ms, self.leads = launch_ms, enqueue_ms, []
+
+    def warm_up(self, call, times: int) -> float:
+        return self.enqueue_ms
+
+    def measure(self, call, lead_ms: float) -> Sample:
+        self.leads.append(lead_ms)
+        late = lead_ms < self.launch_ms
+        return Sample(1.0 + late * self.launch_ms, late)
+
+
+def test_a_sample_for_which_the_host_came_late_is_taken_again_with_a_longer_lead():
+    timer = NeedsLead(launch_ms=0.6)
+    timing = time_interleaved({"a": [lambda: None]}, timer, fixed(3))["a"]
+    assert timing.samples_ms == [1.0] * 3 and timing.late == 0
+    assert timer.leads == pytest.approx([0.17, 0.34, 0.68, 0.68, 0.68])
+
+
+def test_samples_of_a_call_that_is_always_late_are_counted():
+    timer = NeedsLead(launch_ms=1e9)
+    timing = time_interleaved({"a": [lambda: None]}, timer, fixed(3))["a"]
+    assert len(timing.samples_ms) == timing.late == 3
+    assert timer.leads[-3:] == [timer.leads[-1]] * 3 and len(timer.leads) < 12
+
+
+def test_the_host_is_never_late_on_a_cpu():
+    assert time_interleaved({"a": [spin_2ms]}, WallClock(), fixed(3))["a"].late == 0
+
+
 def test_an_error_ends_its_own_samples_only():
     count = 0
 
@@ -121,6 +163,8 @@ def test_a_cpu_run_is_warm_and_by_wall_clock():
         (dict(budget_s=-1.0), "budget_s: -1.0"),
         (dict(budget_s=float("nan")), "budget_s: nan"),
         (dict(warmup=0), "warmup: 0"),
+        (dict(rest=-1.0), "rest: -1.0"),
+        (dict(rest=float("inf")), "rest: inf"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, message):

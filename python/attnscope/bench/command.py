@@ -84,6 +84,13 @@ def bench_command(
             " each). Left out: 2 on a GPU, 1 on a CPU."
         ),
     ] = None,
+    rest: Annotated[
+        float,
+        typer.Option(
+            help="After each sample a GPU rests for so many times as long as that took: at 0 it may"
+            " come to its power limit, and slow down."
+        ),
+    ] = 2.0,
     seed: Seed = 0,
     device: Device = None,
     list_: ListThem = False,
@@ -111,7 +118,7 @@ def bench_command(
             impls.append(base)
         default_l2, default_budget = ("cold", 2.0) if where.type == "cuda" else ("warm", 1.0)
         budget = default_budget if time_budget is None else time_budget
-        settings = Settings(l2=l2 or default_l2, graph=graph, budget_s=budget, seed=seed)
+        settings = Settings(l2=l2 or default_l2, graph=graph, budget_s=budget, rest=rest, seed=seed)
         make_timer(where, settings)
         results = Results.create(output, environment(where, asdict(settings)), resume)
     lost = _sweep(works, impls, base, results, where, settings)

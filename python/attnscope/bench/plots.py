@@ -115,6 +115,9 @@ def footnotes(
     throttled = sum(bool(point.row.get("throttled")) for point in family.points)
     if throttled:
         notes.append(f"{throttled} of {len(family.points)} rows ran under a throttle reason.")
+    late = sum(bool(point.row.get("late_samples")) for point in family.points)
+    if late:
+        notes.append(f"In {late} rows the GPU waited for the host.")
     if left_out:
         told = ", ".join(f"{count} {status}" for status, count in sorted(left_out.items()))
         notes.append(f"Not shown, no time in the file: {told}.")

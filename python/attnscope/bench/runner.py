@@ -193,6 +193,7 @@ class _Sweep:
             "p20_ms": p20,
             "p80_ms": p80,
             "samples_ms": timing.samples_ms,
+            "late_samples": timing.late,
             "enqueue_ms": timing.enqueue_ms,
             "timer": self._timer.name,
             "l2": self._settings.l2,

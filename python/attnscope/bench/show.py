@@ -95,7 +95,8 @@ def _cell(row: Row | None, scale: float, best: float) -> str:
     if row["status"] != "ok" or row["tflops"] is None:
         return _TAGS.get(row["status"], "?")
     value = row["tflops"] * scale
-    text = f"{value:.{_decimals(value)}f}" + ("!" if row["throttled"] else "")
+    marks = ("!" if row["throttled"] else "") + ("?" if row.get("late_samples") else "")
+    text = f"{value:.{_decimals(value)}f}{marks}"
     return f"[bold green]{text}[/]" if row["tflops"] >= best else text
 
 
@@ -116,6 +117,9 @@ def _print_conditions(rows: Sequence[Row], env: Row) -> None:
         said.append(f"SM clock {_span(clocks)} MHz")
     if any(row["throttled"] for row in timed):
         said.append("! timed under a throttle reason (a power cap is one)")
+    if late := [row for row in timed if row.get("late_samples")]:
+        most = max(row["late_samples"] / len(row["samples_ms"]) for row in late)
+        said.append(f"? the GPU waited for the host in up to {most:.0%} of the samples")
     where = env["gpu"] or f"{env['cpu']}, {env['threads']} threads"
     say(f"{where}: " + "; ".join(said))
 

@@ -1,8 +1,11 @@
 """How long a call takes: every sample kept, impls interleaved in random order, the cache stated.
 
 On a GPU a sample is a pair of CUDA events around the call on the current stream. Before it, outside
-the pair, the L2 is flushed (`cold`) and the stream is kept busy for as long as the host needs to
-enqueue the call, so that launches are not part of the time. On a CPU it is a wall clock.
+the pair, the L2 is flushed (`cold`) and the stream is kept busy until the host has enqueued the
+call, so that launches are not part of the time. Whether it had is asked of the first event, and a
+sample for which the host came late is taken again. After it the card rests: kernels that keep the
+tensor cores full, one after the other, would come to its power limit, and the clock would move from
+sample to sample. On a CPU it is a wall clock.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -22,7 +25,12 @@ L2_MODES = ("cold", "rotate", "warm")
 FLUSH_OVER_L2 = 2.0
 # torch.cuda._sleep counts cycles of a clock of at most this rate; too long a sleep is harmless.
 _SLEEP_HZ = 2.0e9
-_LONGEST_SLEEP_S = 5e-3
+# How long the stream is kept busy before a sample: at first so many times what the fastest launch
+# of the call took, and a little; twice as long after each sample for which the host came late.
+_LEAD = 1.5
+_LEAST_LEAD_MS = 0.02
+_MOST_LEAD_MS = 10.0
+_MOST_REST = 100.0
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,7 @@ class Settings:
     l2: "cold" (flushed before each sample), "rotate" (copies of the inputs, used in turn, that
     together exceed the cache) or "warm". Rounds are taken until `budget_s` seconds have passed,
     at least `min_samples` and at most `max_samples`. `graph`: time the replay of a CUDA graph.
+    `rest`: after a sample a GPU rests for so many times as long as that took.
     """
 
     l2: str = "cold"
@@ -40,6 +49,7 @@ class Settings:
     min_samples: int = 10
     max_samples: int = 50
     budget_s: float = 2.0
+    rest: float = 2.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -52,17 +62,31 @@ class Settings:
             )
         if not self.budget_s >= 0:
             raise ValueError(f"budget_s: {self.budget_s} is not a number of at least 0")
+        if not 0 <= self.rest <= _MOST_REST:
+            raise ValueError(f"rest: {self.rest} is not between 0 and {_MOST_REST:g}")
         if self.warmup < 1:
             raise ValueError(f"warmup: {self.warmup} is less than 1")
 
 
 @dataclass
 class Timing:
-    """Samples of one impl in ms, in the order of the rounds, or the error that ended them."""
+    """Samples of one impl in ms, in the order of the rounds, or the error that ended them.
+
+    `late` of them hold time in which the GPU waited for the host, however early it began: a call
+    that waits for its own results has no others.
+    """
 
     samples_ms: list[float] = field(default_factory=list)
+    late: int = 0
     enqueue_ms: float | None = None  # host time to launch one call; None on a CPU
     error: Exception | None = None
+
+
+class Sample(NamedTuple):
+    """One call in ms; `late`: the host may have been launching when the GPU had begun."""
+
+    ms: float
+    late: bool = False
 
 
 class Timer(Protocol):
@@ -73,8 +97,8 @@ class Timer(Protocol):
     def warm_up(self, call: Call, times: int) -> float | None:
         """Run the call `times` times; host time to launch it in ms, where that is not all of it."""
 
-    def measure(self, call: Call, enqueue_ms: float | None) -> float:
-        """Milliseconds of one call."""
+    def measure(self, call: Call, lead_ms: float) -> Sample:
+        """One call, for which a GPU is first kept busy for `lead_ms`."""
 
 
 class WallClock:
@@ -87,10 +111,10 @@ class WallClock:
             call()
         return None
 
-    def measure(self, call: Call, enqueue_ms: float | None) -> float:
+    def measure(self, call: Call, lead_ms: float) -> Sample:
         start = time.perf_counter()
         call()
-        return (time.perf_counter() - start) * 1e3
+        return Sample((time.perf_counter() - start) * 1e3)
 
 
 class CudaEvents:
@@ -98,8 +122,9 @@ class CudaEvents:
 
     name = "cuda-events"
 
-    def __init__(self, device: torch.device, flush_bytes: int) -> None:
+    def __init__(self, device: torch.device, flush_bytes: int, rest: float = 0.0) -> None:
         self._device = device
+        self._rest = rest
         self._start = torch.cuda.Event(enable_timing=True)
         self._end = torch.cuda.Event(enable_timing=True)
         self._buffer = torch.empty(flush_bytes // 4, dtype=torch.int32, device=device)
@@ -113,18 +138,20 @@ class CudaEvents:
             torch.cuda.synchronize(self._device)
         return min(enqueue) * 1e3
 
-    def measure(self, call: Call, enqueue_ms: float | None) -> float:
+    def measure(self, call: Call, lead_ms: float) -> Sample:
         if self._buffer.numel():
             self._buffer.zero_()
             self._buffer.sum()  # the write leaves dirty lines, whose eviction the call would pay
-        busy_s = min(1.5e-3 * (enqueue_ms or 0.0) + 20e-6, _LONGEST_SLEEP_S)
-        torch.cuda._sleep(int(busy_s * _SLEEP_HZ))
+        torch.cuda._sleep(int(1e-3 * lead_ms * _SLEEP_HZ))
         with nvtx_range(MEASURE):
             self._start.record()
             call()
             self._end.record()
+            late = self._start.query()
         self._end.synchronize()
-        return float(self._start.elapsed_time(self._end))
+        ms = float(self._start.elapsed_time(self._end))
+        time.sleep(1e-3 * self._rest * ms)
+        return Sample(ms, late)
 
 
 class CudaGraph:
@@ -132,16 +159,16 @@ class CudaGraph:
 
     name = "cuda-graph"
 
-    def __init__(self, device: torch.device, flush_bytes: int) -> None:
-        self._events = CudaEvents(device, flush_bytes)
+    def __init__(self, device: torch.device, flush_bytes: int, rest: float = 0.0) -> None:
+        self._events = CudaEvents(device, flush_bytes, rest)
         self._graphs: dict[Call, torch.cuda.CUDAGraph] = {}
 
     def warm_up(self, call: Call, times: int) -> float | None:
         self._events.warm_up(call, times)
         return self._events.warm_up(self._captured(call).replay, times)
 
-    def measure(self, call: Call, enqueue_ms: float | None) -> float:
-        return self._events.measure(self._captured(call).replay, enqueue_ms)
+    def measure(self, call: Call, lead_ms: float) -> Sample:
+        return self._events.measure(self._captured(call).replay, lead_ms)
 
     def _captured(self, call: Call) -> torch.cuda.CUDAGraph:
         if call not in self._graphs:
@@ -169,7 +196,7 @@ def make_timer(device: torch.device, settings: Settings) -> Timer:
     flush = 0
     if settings.l2 == "cold":
         flush = int(FLUSH_OVER_L2 * torch.cuda.get_device_properties(device).L2_cache_size)
-    return (CudaGraph if settings.graph else CudaEvents)(device, flush)
+    return (CudaGraph if settings.graph else CudaEvents)(device, flush, settings.rest)
 
 
 def copies_to_rotate(device: torch.device, settings: Settings, bytes_each: int) -> int:
@@ -193,6 +220,7 @@ def time_interleaved(
     """
     rng = random.Random(settings.seed)
     timings = {name: Timing() for name in calls}
+    leads_ms = dict.fromkeys(calls, _LEAST_LEAD_MS)
     active = list(calls)
 
     def guarded(step: Callable[..., None], name: str, *arguments: int) -> None:
@@ -207,10 +235,18 @@ def time_interleaved(
     def warm_up(name: str) -> None:
         for call in calls[name]:
             timings[name].enqueue_ms = timer.warm_up(call, settings.warmup)
+        leads_ms[name] = min(
+            leads_ms[name] + _LEAD * (timings[name].enqueue_ms or 0.0), _MOST_LEAD_MS
+        )
 
     def sample(name: str, turn: int) -> None:
         call = calls[name][turn % len(calls[name])]
-        timings[name].samples_ms.append(timer.measure(call, timings[name].enqueue_ms))
+        taken = timer.measure(call, leads_ms[name])
+        while taken.late and leads_ms[name] < _MOST_LEAD_MS:
+            leads_ms[name] = min(2 * leads_ms[name], _MOST_LEAD_MS)
+            taken = timer.measure(call, leads_ms[name])
+        timings[name].samples_ms.append(taken.ms)
+        timings[name].late += taken.late
 
     with nvtx_range(WARMUP):
         for name in calls:

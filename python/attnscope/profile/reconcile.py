@@ -84,7 +84,8 @@ def reconcile(
     if samples < 2:
         raise ValueError(f"samples: is {samples}; allowed: 2 or more")
     device = torch.device("cuda", torch.cuda.current_device())
-    events = Settings(l2="warm", warmup=warmup, min_samples=samples, max_samples=samples)
+    # Without rests, since there are none in the profile.
+    events = Settings(l2="warm", warmup=warmup, min_samples=samples, max_samples=samples, rest=0.0)
     graph = replace(events, graph=True)
     timed = time_interleaved({"fn": [fn], "empty": [_nothing]}, make_timer(device, events), events)
     if timed["fn"].error is not None:
@@ -108,12 +109,13 @@ def measurements(
     )
     beyond_us = pair_us + START_US + gaps_us
     error = f"{type(graph.error).__name__}: {graph.error}" if graph.error else None
+    late = f"; in {events.late} samples the GPU waited for the host" if events.late else ""
     return (
         Measurement("torch profiler", work.sums_us, f"nothing: the sum of {pieces}{overlap}"),
         Measurement(
             "CUDA events",
             [1e3 * ms for ms in events.samples_ms],
-            beyond,
+            f"{beyond}{late}",
             beyond_us,
             work.overlap_us,
         ),
