@@ -144,7 +144,7 @@ def _plain(
 
 
 def _intervals(rows: Tensor, seqlen_q: int, seqlen_k: int, options: _Options) -> Tensor:
-    """The first key and the key past the last that each row sees: int64 [2, R], on the CPU."""
+    """The first key and the key past the last that each row sees: int64 [2, R], where `rows` is."""
     diagonal = rows + (seqlen_k - seqlen_q)
     unbounded = torch.zeros_like(rows)
     first = diagonal - options.left if options.left >= 0 else unbounded
@@ -159,8 +159,8 @@ def _naive_dense(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Te
         kh, vh = (t.repeat_interleave(group, dim=1) for t in (kh, vh))
     visible = None
     if options.left >= 0 or options.right >= 0 or k.shape[1] == 0:
-        bounds = _intervals(torch.arange(q.shape[1]), q.shape[1], k.shape[1], options)
-        first, last = bounds.to(q.device).unsqueeze(-1)
+        rows = torch.arange(q.shape[1], device=q.device)  # a copy from the CPU would be waited for
+        first, last = _intervals(rows, q.shape[1], k.shape[1], options).unsqueeze(-1)
         keys = torch.arange(k.shape[1], device=q.device)
         visible = (keys >= first) & (keys < last)
     out, lse = _plain(qh, kh, vh, visible, options)
