@@ -98,7 +98,8 @@ class NeedsLead:
 
 def test_a_sample_for_which_the_host_came_late_is_taken_again_with_a_longer_lead():
     timer = NeedsLead(launch_ms=0.6)
-    timing = time_interleaved({"a": [lambda: None]}, timer, fixed(3))["a"]
+    copies = [lambda: None, lambda: None]
+    timing = time_interleaved({"a": copies}, timer, fixed(3))["a"]
     assert timing.samples_ms == [1.0] * 3 and timing.late == 0
     assert timer.leads == pytest.approx([0.17, 0.34, 0.68, 0.68, 0.68])
 

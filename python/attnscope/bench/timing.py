@@ -220,7 +220,7 @@ def time_interleaved(
     """
     rng = random.Random(settings.seed)
     timings = {name: Timing() for name in calls}
-    leads_ms = dict.fromkeys(calls, _LEAST_LEAD_MS)
+    leads_ms = dict.fromkeys(calls, 0.0)
     active = list(calls)
 
     def guarded(step: Callable[..., None], name: str, *arguments: int) -> None:
@@ -235,9 +235,8 @@ def time_interleaved(
     def warm_up(name: str) -> None:
         for call in calls[name]:
             timings[name].enqueue_ms = timer.warm_up(call, settings.warmup)
-        leads_ms[name] = min(
-            leads_ms[name] + _LEAD * (timings[name].enqueue_ms or 0.0), _MOST_LEAD_MS
-        )
+            lead_ms = _LEAST_LEAD_MS + _LEAD * (timings[name].enqueue_ms or 0.0)
+            leads_ms[name] = min(max(leads_ms[name], lead_ms), _MOST_LEAD_MS)
 
     def sample(name: str, turn: int) -> None:
         call = calls[name][turn % len(calls[name])]
