@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -51,15 +52,23 @@ def program_window(trace: Trace) -> Interval:
 def find_steps(attribution: Attribution) -> tuple[list[Step], str]:
     """The steps of a program and how they were told.
 
-    Steps are the profiler's own ("ProfilerStep#N", made by profiler.step()), else what begins with
-    each occurrence of the first outermost range that repeats, else the whole program. A step lasts
-    until the GPU work launched in it is done; the next one begins no earlier.
+    Steps are those of the optimizer, where these were asked for (`profile(steps=...)`), else the
+    profiler's own ("ProfilerStep#N", made by profiler.step()), else what begins with each
+    occurrence of the first outermost range that repeats, else the whole program. A step lasts until
+    the GPU work launched in it is done; the next one begins no earlier.
     """
     trace = attribution.trace
     begin, end = program_window(trace)
     outer = [e for e in trace.cpu if e.kind == "range" and not attribution.ranges(e)]
     own = [e for e in trace.cpu if e.kind == "range" and e.name.startswith(PROFILER_STEP)]
-    if own:
+    if trace.steps:
+        starts = [min(max(start, begin), end) for _, start in trace.steps]
+        found = [
+            Step(f"step {number}", *span)
+            for (number, _), span in zip(trace.steps, pairwise([*starts, end]), strict=True)
+        ]
+        rule = "to the end of each step of the optimizer"
+    elif own:
         found, rule = [Step(e.name, e.start, e.end) for e in own], "the profiler's steps"
     else:
         counts = Counter(e.name for e in outer)
@@ -103,15 +112,18 @@ def step_breakdown(attribution: Attribution) -> pandas.DataFrame:
         [e for e in trace.gpu if e.kind == kind] for kind in PARTS[:3]
     ]
     by_part += [calls, ops]
+    later = bool(trace.steps) and trace.steps[0][0] > 0
     rows = []
     for step, parts in zip(steps, split(steps, by_part), strict=True):
-        row = {"step": step.name, "first": step is steps[0] and len(steps) > 1}
+        row = {"step": step.name, "first": step is steps[0] and len(steps) > 1 and not later}
         row |= {"wall_us": (step.end - step.start) / 1e3}
         rows.append(row | {f"{part}_us": ns / 1e3 for part, ns in zip(PARTS, parts, strict=True)})
     table = pandas.DataFrame(rows)
     table.attrs["steps"] = rule
     table.attrs["setup_us"] = None
-    if len(steps) > 1:
+    if later:
+        table.attrs["setup_reason"] = "the program's first step was not recorded"
+    elif len(steps) > 1:
         walls = [step.end - step.start for step in steps]
         table.attrs["setup_us"] = (walls[0] - median(walls[1:])) / 1e3
     else:

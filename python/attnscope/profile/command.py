@@ -8,7 +8,7 @@ import traceback
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,6 +19,7 @@ from attnscope.profile.outputs import make_folder
 from attnscope.profile.result import Profile
 from attnscope.profile.session import LostEvents, profile
 from attnscope.profile.show import check_sort
+from attnscope.profile.steps import ProgramEnded, parse_steps
 
 INTERRUPTED = 130
 
@@ -36,6 +37,13 @@ def profile_command(
     ] = None,
     output: Annotated[
         Path | None, typer.Option(help="Folder for JSON, CSV, HTML and the chrome trace.")
+    ] = None,
+    steps: Annotated[
+        str | None,
+        typer.Option(
+            help="Record these steps only, such as 10:12, and end the script then. A step ends "
+            "where its optimizer has stepped; the first is 0."
+        ),
     ] = None,
     shapes: Annotated[bool, typer.Option(help="Record shapes: FLOPs and MFU need them.")] = True,
     stacks: Annotated[
@@ -68,6 +76,8 @@ def profile_command(
         if (trace is None) == (script is None):
             raise ValueError("give a script to run, or --trace FILE; one of them")
         if trace is not None:
+            if steps is not None:
+                raise ValueError("--steps: a trace is read whole; run the script")
             if kineto:
                 raise ValueError("--kineto: a trace does not hold PyTorch's table; run the script")
             found, code = Profile.read(trace), 0
@@ -78,7 +88,13 @@ def profile_command(
                 output = output.resolve()  # the script may change directories
                 make_folder(output)
             run = _Script(script, arguments or [], module)
-            options = {"shapes": shapes, "stacks": stacks, "memory": memory, "kineto": kineto}
+            options: dict[str, Any] = {
+                "shapes": shapes,
+                "stacks": stacks,
+                "memory": memory,
+                "kineto": kineto,
+            }
+            options["steps"] = None if steps is None else parse_steps(steps)
             found, code = _record(run, retries, options)
         try:
             found.print(top=top, sort=sort, full_names=full_names)
@@ -141,15 +157,21 @@ def _is_module(name: str) -> bool:
     return found is not None
 
 
-def _record(run: _Script, retries: int, options: dict[str, bool]) -> tuple[Profile, int]:
+def _record(run: _Script, retries: int, options: dict[str, Any]) -> tuple[Profile, int]:
     """Run the script until nothing is lost, and say how it ended."""
     code = 0
     for left in range(retries, -1, -1):
         ended = False
         try:
-            with profile(run.name, **options) as found:
-                found.unprofiled_reason = "the script ran under the profiler only"
-                code = run.run()
+            region = profile(run.name, **options)
+            region.ends_program = True
+            with region as found:
+                if region.steps is None:
+                    found.unprofiled_reason = "the script ran under the profiler only"
+                try:
+                    code = run.run()
+                except ProgramEnded:
+                    code = 0
                 ended = True
         except LostEvents as error:
             if left:

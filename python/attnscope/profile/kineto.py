@@ -10,7 +10,7 @@ import pandas
 
 from attnscope.profile.attribution import Attribution
 from attnscope.profile.tables import op_parents
-from attnscope.profile.trace import SENTINEL, WAIT
+from attnscope.profile.trace import SENTINEL, STEP, WAIT
 
 SLACK_US = 0.01  # kineto's microseconds have three decimals
 ANNOTATION = "annotation row: from the first to the last kernel of the range, gaps included"
@@ -95,7 +95,7 @@ def comparison(attribution: Attribution, rows: Iterable[Mapping[str, Any]]) -> p
 
 def _is_own(name: str) -> bool:
     """Is a row of the profiler's sentinels, which are not in the trace."""
-    return name in (SENTINEL, WAIT) or "spin_kernel" in name
+    return name in (SENTINEL, WAIT) or name.startswith(STEP) or "spin_kernel" in name
 
 
 def _explain(kineto: float, kernels: float, copies: float, again: float, phantom: float) -> str:

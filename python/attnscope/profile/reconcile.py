@@ -172,13 +172,15 @@ def _nothing() -> None:
     pass
 
 
-def record_calls(fn: Call, samples: int, warmup: int = 3, **options: bool) -> Profile:
+def record_calls(
+    fn: Call, samples: int, warmup: int = 3, *, shapes: bool = True, kineto: bool = False
+) -> Profile:
     """A profile of `samples` calls, each in a range CALL; options as of `profile`."""
     import torch
 
     from attnscope.profile.session import profile
 
-    @profile(CALL, warmup=warmup, **options)
+    @profile(CALL, warmup=warmup, shapes=shapes, kineto=kineto)
     def calls() -> None:
         for _ in range(samples):
             with torch.profiler.record_function(CALL):

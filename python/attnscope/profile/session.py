@@ -23,11 +23,13 @@ from attnscope.bench.show import say
 from attnscope.profile.attached import attached_tool
 from attnscope.profile.checks import ProfileError
 from attnscope.profile.result import Profile
+from attnscope.profile.steps import StepWindow
 from attnscope.profile.trace import SENTINEL, WAIT
 
 SENTINEL_KERNELS = 3
 LARGE_TRACE = 200 << 20  # bytes; about half a million events
 LONG_REGION_S = 60.0
+TWO = "a profiler of PyTorch is running already; two at once lose events of each other"
 SECOND = (
     "another profiler of PyTorch ran inside the region and took its events; take it out there, or "
     "read its own trace with attnscope profile --trace"
@@ -49,6 +51,9 @@ class profile:
         name: a title.
         warmup: unrecorded calls of a decorated function; the last of two or more is timed.
         retries: further calls of a decorated function when events were lost.
+        steps: record only these steps of the region, such as range(10, 13): a step ends where the
+            optimizer (torch.optim) has stepped, step 0 begins with the region. The wall time of as
+            many steps just before them, the first step not among those, is the unprofiled one.
         shapes: record the shapes that FLOPs are counted from. Costs about a microsecond an op.
         stacks: record Python frames and nn.Modules. Slows Python down several times; the trace
             grows two to ten times.
@@ -57,9 +62,13 @@ class profile:
         kineto: keep the rows of `key_averages()` for `kineto_comparison`.
 
     Raises ProfileError when the region ends and launches have no kernel (it may then be looked at,
-    marked incomplete), when a profiler is running already, and under nsys, ncu or
-    compute-sanitizer. An exception in the region goes on after what ran before it was kept.
+    marked incomplete), when a profiler is running already, under nsys, ncu or compute-sanitizer,
+    and when the region ends before `steps` begin. An exception in the region goes on after what ran
+    before it was kept.
     """
+
+    ends_program = False  # after `steps`: ProgramEnded is raised in it
+    _window: StepWindow | None = None
 
     def __init__(
         self,
@@ -67,6 +76,7 @@ class profile:
         *,
         warmup: int = 2,
         retries: int = 2,
+        steps: range | None = None,
         shapes: bool = True,
         stacks: bool = False,
         memory: bool = False,
@@ -77,14 +87,25 @@ class profile:
         for key, value in (("warmup", warmup), ("retries", retries)):
             if value < 0:
                 raise ValueError(f"{key}: {value} is not 0 or more")
-        self.name, self.warmup, self.retries = name, warmup, retries
+        if steps is not None and not (steps and steps.start >= 0 and steps.step == 1):
+            raise ValueError(
+                f"steps: {steps} is not a range of one step or more, one by one, from 0"
+            )
+        self.name, self.warmup, self.retries, self.steps = name, warmup, retries, steps
         self.shapes, self.stacks, self.memory, self.kineto = shapes, stacks, memory, kineto
 
     def __enter__(self) -> Profile:
         found = Profile(self.name)
-        recording = self._record(found)
-        recording.__enter__()
-        self._profile, self._recording = found, recording
+        if self.steps is None:
+            self._begin(found)
+        elif self._window is not None:
+            raise ProfileError(TWO)
+        else:
+            begin = functools.partial(self._begin, found)
+            self._window = StepWindow(self.steps, found, begin, self._end, synchronize)
+            self._window.ends_program = self.ends_program
+            self._window.open()
+        self._profile = found
         return found
 
     def __exit__(
@@ -93,11 +114,15 @@ class profile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> Literal[False]:
+        window, self._window = self._window, None
         cause = f"{type(error).__name__}: {error}"
-        if error is not None:
+        if error is not None and not (window and window.done):
             self._profile.interrupted = cause
         try:
-            self._recording.__exit__(None, None, None)
+            if window is None:
+                self._end()
+            else:
+                window.close()
         except Exception as failure:
             if error is None:
                 raise
@@ -107,6 +132,14 @@ class profile:
         if error is None and self._profile.incomplete:
             raise LostEvents(f"{self.name}: {self._profile.incomplete}")
         return False
+
+    def _begin(self, found: Profile) -> None:
+        recording = self._record(found)
+        recording.__enter__()
+        self._recording = recording
+
+    def _end(self) -> None:
+        self._recording.__exit__(None, None, None)
 
     def __call__(self, function: Callable[..., Any]) -> Any:
         if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
@@ -136,8 +169,10 @@ class profile:
 
         return recorded
 
-    def _options(self) -> dict[str, bool]:
-        return {key: getattr(self, key) for key in ("shapes", "stacks", "memory", "kineto")}
+    def _options(self) -> dict[str, Any]:
+        return {
+            key: getattr(self, key) for key in ("steps", "shapes", "stacks", "memory", "kineto")
+        }
 
     def _warm_up(self, call: Callable[[], Any]) -> float | None:
         seconds = None
@@ -159,9 +194,7 @@ class profile:
                 "time; profile without it, or leave this profiler off there"
             )
         if torch.autograd._profiler_enabled() or not _running.acquire(blocking=False):
-            raise ProfileError(
-                "a profiler of PyTorch is running already; two at once lose events of each other"
-            )
+            raise ProfileError(TWO)
         try:
             yield from self._record_alone(found)
         finally:

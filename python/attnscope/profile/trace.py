@@ -33,6 +33,7 @@ GPU_KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
 # lost here first, so the reader takes the kernels out and counts them.
 SENTINEL = "attnscope::sentinel"
 WAIT = "attnscope::wait"  # around the profiler's own synchronisation at each end of a region
+STEP = "attnscope::step#"  # an empty range where a step of a training loop begins, and its number
 
 # Of events that start and end together, the outer one: a range is entered before the op in it.
 RANKS = {"range": 0, "python": 1, "op": 2, "call": 3}
@@ -123,7 +124,8 @@ class Trace:
     `arrows` leads from thread and start of a backward op to the thread of its forward op.
     `start` and `end` are the window: between the sentinels where there are two, else the whole
     recording. `sentinels` has the kernels found in each sentinel, and nothing else has them.
-    `waits` counts the profiler's own waits for the device: one at each end of a region.
+    `waits` counts the profiler's own waits for the device: one at each end of a region. `steps` has
+    the number of each step that was told to begin, and when.
     """
 
     cpu: list[CpuEvent] = field(default_factory=list)
@@ -134,6 +136,7 @@ class Trace:
     arrows: dict[tuple[int, int], int] = field(default_factory=dict)
     sentinels: list[int] = field(default_factory=list)
     waits: int = 0
+    steps: list[tuple[int, int]] = field(default_factory=list)
     start: int = 0
     end: int = 0
 
@@ -320,9 +323,12 @@ class _Builder:
     def remove_own(self) -> None:
         """Take out what the profiler did itself, and set the window to what lies between."""
         trace = self.trace
+        marks = [e for e in trace.cpu if e.kind == "range" and e.name.startswith(STEP)]
+        trace.steps = [(int(mark.name.removeprefix(STEP)), mark.start) for mark in marks]
         own = [e for e in trace.cpu if e.kind == "range" and e.name in (SENTINEL, WAIT)]
         if not own:
             return
+        own += marks
         kept: list[CpuEvent] = []
         launched: dict[int, int] = {}  # correlation -> which of own
         for event in trace.cpu:
@@ -343,6 +349,14 @@ class _Builder:
         trace.gpu = [w for w in trace.gpu if w.correlation not in launched]
         if len(at_ends) > 1:
             trace.start, trace.end = own[at_ends[0]].end, own[at_ends[-1]].start
+        if trace.waits > 1:
+            self.end_open(next(one for one in reversed(own) if one.name == WAIT))
+
+    def end_open(self, last: CpuEvent) -> None:
+        """What was open when the window ended: PyTorch has it last until the profiler stopped."""
+        for event in self.trace.cpu:
+            if event.thread == last.thread and event.start < last.start and event.end >= last.end:
+                event.end = last.start
 
 
 def nest(events: list[CpuEvent]) -> None:

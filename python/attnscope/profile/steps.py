@@ -1,0 +1,133 @@
+"""Some steps of a program that trains: a step ends where its optimizer has stepped."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from attnscope.profile.checks import ProfileError
+from attnscope.profile.trace import STEP
+
+if TYPE_CHECKING:
+    from attnscope.profile.result import Profile
+
+_STEPS = re.compile(r"(\d+)(?::(\d+))?")
+
+
+def parse_steps(text: str) -> range:
+    """Steps as a user writes them, from 0: "10", or "10:12" with the last one included.
+
+    Raises ValueError for anything else.
+    """
+    match = _STEPS.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"steps: {text!r} is not a step, such as 10, or first:last, such as 10:12")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if last < first:
+        raise ValueError(f"steps: {text!r} ends before it begins")
+    return range(first, last + 1)
+
+
+class ProgramEnded(BaseException):
+    """Raised in a program that need not go on; no error, and so not caught as one."""
+
+
+class StepWindow:
+    """Begins and ends the record of a region where `steps` of it do.
+
+    Step 0 begins with the region, the others where the first optimizer of torch.optim that is
+    called has stepped; further ones, as a GAN has, are not counted. What goes wrong is raised where
+    the region ends, not in the program's optimizer; only ProgramEnded is raised there, after the
+    steps and where it is asked for.
+    """
+
+    def __init__(
+        self,
+        steps: range,
+        found: Profile,
+        begin: Callable[[], None],
+        end: Callable[[], None],
+        wait: Callable[[], None],
+    ) -> None:
+        self._steps, self._found = steps, found
+        self._begin, self._end, self._wait = begin, end, wait
+        self.ends_program = False
+        self._optimizer: Any = None
+        self._ended = 0  # steps of the region
+        self._before: float | None = None  # when as many steps as will be recorded began
+        self._began = False
+        self._failure: Exception | None = None
+        self.done = False
+
+    def open(self) -> None:
+        """The region begins."""
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        self._hook = register_optimizer_step_post_hook(self._stepped)
+        self._step_begins(0)
+
+    def close(self) -> None:
+        """The region has ended; raises what went wrong in it."""
+        self._hook.remove()
+        if self._failure is not None:
+            raise self._failure
+        if not self._began:
+            raise ProfileError(
+                f"steps: {self._steps.start} is the first to record, and the region had "
+                f"{self._ended}; a step ends where an optimizer of torch.optim has stepped"
+            )
+        if not self.done:
+            told = f"the end of the region, after {self._ended} steps of {self._steps.stop}"
+            self._found.interrupted = self._found.interrupted or told
+            self._found.unprofiled_wall_s = None
+            self._found.unprofiled_reason = "fewer steps were recorded"
+            self._end()
+
+    def _stepped(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if self._optimizer is None:
+            self._optimizer = optimizer
+        if optimizer is self._optimizer:
+            self._ended += 1
+            self._step_begins(self._ended)
+            if self.done and self.ends_program:
+                raise ProgramEnded
+
+    def _step_begins(self, step: int) -> None:
+        if self.done:
+            return
+        try:
+            if step == self._steps.start:
+                self._time_before()
+                self._began = True
+                self._begin()
+            elif step == self._steps.stop:
+                self.done = True
+                self._end()
+            elif 0 < step == self._steps.start - len(self._steps):
+                self._wait()
+                self._before = time.perf_counter()
+            if self._began and not self.done:
+                _mark(step)
+        except Exception as failure:
+            self._failure, self.done = failure, True
+
+    def _time_before(self) -> None:
+        """Steps before those recorded are what these take without the profiler."""
+        if self._before is None:
+            self._found.unprofiled_reason = (
+                f"needs {len(self._steps)} steps before those recorded, besides step 0"
+            )
+        else:
+            self._wait()
+            self._found.unprofiled_wall_s = time.perf_counter() - self._before
+            self._found.unprofiled_reason = None
+
+
+def _mark(step: int) -> None:
+    """The reader takes this out, and keeps when it was."""
+    import torch
+
+    with torch.profiler.record_function(f"{STEP}{step}"):
+        pass
