@@ -12,7 +12,9 @@ import pytest
 from trace_files import RECORDED, RECORDINGS, cpu, kernel, launch, named, op, write_trace
 
 from attnscope.profile import Profile, jsonstream
-from attnscope.profile.trace import SENTINEL, WAIT, Trace
+from attnscope.profile.attribution import Attribution
+from attnscope.profile.breakdown import find_steps
+from attnscope.profile.trace import SENTINEL, STEP, WAIT, Trace
 
 
 def recording(name: str) -> Trace:
@@ -236,6 +238,32 @@ def test_sentinels_are_taken_out_and_bound_the_window(tmp_path: Path) -> None:
     assert [k.name for k in trace.gpu] == ["mine"]
     assert [e.name for e in trace.cpu] == ["work", "cudaLaunchKernel"]
     assert (trace.start, trace.end) == (10_000, 40_000)
+
+
+def test_marks_of_steps_are_taken_out_and_what_is_open_at_the_end_is_cut(tmp_path: Path) -> None:
+    path = write_trace(
+        tmp_path / "t.json",
+        named(WAIT, 0, 3), named(SENTINEL, 4, 10), launch(1, 5), kernel(1, 6, 7),
+        named(f"{STEP}7", 12, 12), op("one", 13, 16), launch(2, 14), kernel(2, 15, 25),
+        named(f"{STEP}8", 17, 18), named("optimizer", 19, 90), op("two", 20, 24), launch(3, 21),
+        kernel(3, 26, 34), op("other thread", 29, 90, tid=2), named("before", 26, 30),
+        named(WAIT, 30, 40), cpu("cuda_runtime", "cudaDeviceSynchronize", 31, 35, correlation=9),
+        named(SENTINEL, 41, 50), launch(4, 42), kernel(4, 43, 44),
+    )  # fmt: skip
+    trace = Trace.read(path)
+    assert trace.steps == [(7, 12_000), (8, 17_000)] and trace.sentinels == [1, 1]
+    assert [k.correlation for k in trace.gpu] == [2, 3]
+    ends = {e.name: e.end for e in trace.cpu if e.kind != "call"}
+    assert ends == {
+        "one": 16_000, "optimizer": 30_000, "two": 24_000, "other thread": 90_000, "before": 30_000,
+    }  # fmt: skip
+    attribution = Attribution(trace)
+    assert [r.name for r in attribution.ranges(trace.gpu[1])] == ["optimizer"]
+    steps, rule = find_steps(attribution)
+    assert [(s.name, s.start, s.end) for s in steps] == [
+        ("step 7", 13_000, 25_000), ("step 8", 25_000, 90_000)
+    ]  # fmt: skip
+    assert rule == "to the end of each step of the optimizer"
 
 
 def test_memory_is_bounded_by_the_size_of_the_file(tmp_path: Path) -> None:

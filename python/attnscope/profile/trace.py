@@ -325,10 +325,10 @@ class _Builder:
         trace = self.trace
         marks = [e for e in trace.cpu if e.kind == "range" and e.name.startswith(STEP)]
         trace.steps = [(int(mark.name.removeprefix(STEP)), mark.start) for mark in marks]
+        trace.cpu = [e for e in trace.cpu if not (e.kind == "range" and e.name.startswith(STEP))]
         own = [e for e in trace.cpu if e.kind == "range" and e.name in (SENTINEL, WAIT)]
         if not own:
             return
-        own += marks
         kept: list[CpuEvent] = []
         launched: dict[int, int] = {}  # correlation -> which of own
         for event in trace.cpu:
