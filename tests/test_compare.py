@@ -154,8 +154,9 @@ def test_nothing_in_common_fails_the_gate(files: Callable[..., list[str]]) -> No
         (rows(), CPU, "device: A has cuda, B has cpu"),
         (rows(l2="warm"), None, "L2 mode: A has cold, B has warm"),
         (rows(sm_clock_mhz=1200), None, "SM clock: B ran at"),
+        (rows(), H200 | {"settings": {"rest": 2.0}}, "rest after a sample: A has 0, B has 2"),
     ],
-    ids=["card", "power", "device", "l2", "clock"],
+    ids=["card", "power", "device", "l2", "clock", "rest"],
 )
 def test_other_conditions_are_refused_unless_forced(
     files: Callable[..., list[str]], b: list[Row], env_b: Row | None, said: str
@@ -173,6 +174,12 @@ def test_other_versions_are_told_not_refused(files: Callable[..., list[str]]) ->
     code, output = compare(*files(rows(), rows(), H200 | {"torch": "2.12.0"}))
     assert code == 0
     assert "differs: torch: A has 2.11.0+cu130, B has 2.12.0" in output
+
+
+def test_late_samples_are_told(files: Callable[..., list[str]]) -> None:
+    code, output = compare(*files(rows(), [row | {"late_samples": 3} for row in rows()[:2]]))
+    assert code == 0
+    assert "rows in which the GPU waited for the host: 0 of A, 2 of B" in output
 
 
 def test_bad_input_has_its_own_exit_code(files: Callable[..., list[str]], tmp_path: Path) -> None:

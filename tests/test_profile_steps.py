@@ -1,6 +1,9 @@
 """Some steps of a training loop: which are recorded, what is cut, what a program notices of it."""
 
 import json
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from attnscope.cli import build
-from attnscope.profile import Profile, ProfileError, annotate, profile
+from attnscope.profile import Profile, ProfileError, annotate, profile, session
 from attnscope.profile.breakdown import find_steps
 from attnscope.profile.steps import parse_steps
 from attnscope.profile.trace import STEP
@@ -124,12 +127,36 @@ def test_a_program_that_ends_within_the_steps_keeps_what_there_was() -> None:
     assert calls(found, "aten::addmm") == 2
     assert found.interrupted == "the end of the region, after 6 steps of 9"
     assert found.unprofiled_wall_s is None and found.unprofiled_reason
+    assert found.steps()["step"].tolist() == ["step 4", "step 5"]
 
 
-def test_steps_that_never_began_are_an_error_and_profiling_goes_on() -> None:
-    with pytest.raises(ProfileError, match="steps: 4 is the first .* the region had 2"):
+def test_what_follows_the_last_step_is_no_step() -> None:
+    with profile(steps=range(4)) as found:
+        loop = Loop()
+        loop.run(2)
+        loop.models[0](loop.batch)
+    table = found.steps()
+    assert table["step"].tolist() == ["step 0", "step 1", "step 2, unfinished"]
+    walls = table["wall_us"]
+    assert table.attrs["setup_us"] == pytest.approx(walls[0] - walls[1])
+
+
+def test_the_first_step_begins_where_the_one_before_it_ends() -> None:
+    loop = Loop()
+    with profile(steps=range(1, 3)) as found:
+        for _ in range(4):
+            time.sleep(0.02)  # loading data, say: no op
+            loop.run(1)
+    assert found.steps()["wall_us"].min() >= 20e3
+
+
+@pytest.mark.parametrize("had", [2, 4])
+def test_steps_that_never_were_are_an_error_and_profiling_goes_on(had: int) -> None:
+    with pytest.raises(ProfileError, match=f"steps: 4 is the first .* the region had {had}"):
         with profile(steps=range(4, 5)):
-            Loop().run(2)
+            loop = Loop()
+            loop.run(had)
+            loop.models[0](loop.batch)
     with profile() as found:
         Loop().run(1)
     assert calls(found, "aten::addmm") == 1
@@ -167,14 +194,98 @@ def test_one_object_is_for_one_region_at_a_time() -> None:
     assert calls(found, "aten::addmm") == 1
 
 
-def test_every_call_of_a_decorated_function_has_its_steps() -> None:
-    @profile(warmup=0, steps=range(1, 3))
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_every_call_of_a_decorated_function_has_its_steps(warmup: int) -> None:
+    @profile(warmup=warmup, steps=range(1, 3))
     def train() -> None:
         Loop().run(4)
 
     for _ in range(2):
         train()
         assert calls(train.profile, "aten::addmm") == 2
+        # What a whole call takes is not what these steps take.
+        assert train.profile.unprofiled_wall_s is None
+        assert "2 steps before those recorded" in train.profile.unprofiled_reason
+
+
+def in_thread(run: Callable[[], object]) -> None:
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+def test_a_loop_may_be_in_another_thread() -> None:
+    for steps in (range(2, 4), range(2, 9)):
+        with profile(steps=steps) as found:
+            in_thread(lambda: Loop().run(5))
+        assert calls(found, "aten::addmm") == min(len(steps), 3)
+
+
+def stepped_in_backward() -> None:
+    loop = Loop()
+    parameters = [*loop.models[0].parameters()]
+    optimizers = {one: torch.optim.SGD([one], lr=0.1) for one in parameters}
+    for one in parameters:
+        one.register_post_accumulate_grad_hook(lambda one: optimizers[one].step())
+    for _ in range(5):
+        loop.models[0](loop.batch).sum().backward()
+
+
+def test_allocations_that_cannot_be_recorded_are_an_error_and_profiling_goes_on() -> None:
+    """PyTorch ends the process where it is asked for such a record."""
+    for run in (stepped_in_backward, lambda: in_thread(lambda: Loop().run(5))):
+        with pytest.raises(ProfileError, match="memory: allocations are recorded in one thread"):
+            with profile(steps=range(2, 9), memory=True):
+                run()
+        with profile(memory=True) as found:
+            Loop().run(1)
+        assert calls(found, "aten::addmm") == 1
+
+
+@pytest.mark.parametrize("where", ["_recorder", "_warn_of_size"], ids=["begins", "is written"])
+def test_ctrl_c_while_a_record_is_made_leaves_none(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    twice = profile(steps=range(1, 2))
+    with twice:
+        Loop().run(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(session, where, interrupted)
+        with pytest.raises(KeyboardInterrupt), twice as found:
+            Loop().run(3)
+    with pytest.raises(ProfileError, match="KeyboardInterrupt, nothing is recorded"):
+        found.operators()
+    with twice as found:
+        Loop().run(3)
+    assert calls(found, "aten::addmm") == 1
+
+
+@pytest.mark.gpu
+def test_a_step_that_goes_into_a_cuda_graph_is_none() -> None:
+    model = torch.nn.Linear(8, 8, device="cuda")
+    optimizer = torch.optim.Adam(model.parameters(), capturable=True)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        model(torch.ones(4, 8, device="cuda")).sum().backward()
+        optimizer.step()
+
+    with profile(steps=range(4, 5)) as found:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(3):
+                step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        for _ in range(3):
+            graph.replay()
+        for _ in range(2):
+            step()
+    assert found.incomplete is None and calls(found, "aten::addmm") == 1
 
 
 SCRIPT = """
@@ -210,10 +321,44 @@ def test_the_command_ends_the_script_after_its_steps(tmp_path: Path) -> None:
     assert "to the end of each step of the optimizer" in again.output
 
 
+THREADED = """
+import threading, torch
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def loop():
+    for step in range(6):
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+        print("took", step)
+"""
+WAITS = {
+    "join": "thread = threading.Thread(target=loop); thread.start(); thread.join()",
+    "queue": "import queue; threading.Thread(target=loop).start(); queue.Queue().get()",
+    "pool": "from concurrent.futures import ThreadPoolExecutor as Pool\n"
+    "with Pool(1) as pool: pool.submit(loop).result()",
+}
+
+
+# The exit ends the thread and says nothing, as in any; pytest would have it said.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_loop_in_another_thread_ends_with_what_waits_for_it(
+    tmp_path: Path, wait: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"{THREADED}{WAITS[wait]}\nprint('went on')\n")
+    command = ["profile", "--steps", "2:3", str(script)]
+    result = CliRunner().invoke(build("profile"), command)
+    assert result.exit_code == 0 and "aten::addmm" in result.output
+    assert "took 2" in result.output and "took 3" not in result.output
+    assert "went on" not in result.output
+    assert "Traceback" not in result.output + capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--steps", "7"], "steps: 7 is the first to record, and the region had 6"),
+        (["--steps", "6"], "steps: 6 is the first to record, and the region had 6"),
         (["--steps", "two"], "steps: 'two' is not a step"),
     ],
 )

@@ -108,7 +108,22 @@ def test_samples_of_a_call_that_is_always_late_are_counted():
     timer = NeedsLead(launch_ms=1e9)
     timing = time_interleaved({"a": [lambda: None]}, timer, fixed(3))["a"]
     assert len(timing.samples_ms) == timing.late == 3
-    assert timer.leads[-3:] == [timer.leads[-1]] * 3 and len(timer.leads) < 12
+    assert timer.leads[-3:] == [10.0] * 3 and len(timer.leads) == 3 + 20
+
+
+class Pauses(NeedsLead):
+    """The machine pauses for longer than any lead, in one of so many samples."""
+
+    def measure(self, call, lead_ms: float) -> Sample:
+        self.leads.append(lead_ms)
+        late = len(self.leads) % 4 == 0
+        return Sample(1.0 + 5 * late, late)
+
+
+def test_a_pause_is_no_sample_even_with_the_longest_lead():
+    timer = Pauses(launch_ms=0.0, enqueue_ms=7.0)
+    timing = time_interleaved({"a": [lambda: None]}, timer, fixed(50))["a"]
+    assert timing.samples_ms == [1.0] * 50 and timing.late == 0 and set(timer.leads) == {10.0}
 
 
 def test_the_host_is_never_late_on_a_cpu():

@@ -9,12 +9,22 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from trace_files import RECORDED, RECORDINGS, cpu, kernel, launch, named, op, write_trace
+from trace_files import (
+    RECORDED,
+    RECORDINGS,
+    Event,
+    cpu,
+    kernel,
+    launch,
+    named,
+    op,
+    write_trace,
+)
 
 from attnscope.profile import Profile, jsonstream
 from attnscope.profile.attribution import Attribution
 from attnscope.profile.breakdown import find_steps
-from attnscope.profile.trace import SENTINEL, STEP, WAIT, Trace
+from attnscope.profile.trace import SENTINEL, STEP, STEPS_END, WAIT, Trace
 
 
 def recording(name: str) -> Trace:
@@ -240,7 +250,17 @@ def test_sentinels_are_taken_out_and_bound_the_window(tmp_path: Path) -> None:
     assert (trace.start, trace.end) == (10_000, 40_000)
 
 
-def test_marks_of_steps_are_taken_out_and_what_is_open_at_the_end_is_cut(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ended", "last"),
+    [
+        ([named(STEPS_END, 28, 28)], ("step 8", 25_000, 34_000, True)),
+        ([], ("step 8, unfinished", 25_000, 90_000, False)),
+    ],
+    ids=["ended", "cut off"],
+)
+def test_marks_of_steps_are_taken_out_and_what_is_open_at_the_end_is_cut(
+    tmp_path: Path, ended: list[Event], last: tuple[str, int, int, bool]
+) -> None:
     path = write_trace(
         tmp_path / "t.json",
         named(WAIT, 0, 3), named(SENTINEL, 4, 10), launch(1, 5), kernel(1, 6, 7),
@@ -248,7 +268,7 @@ def test_marks_of_steps_are_taken_out_and_what_is_open_at_the_end_is_cut(tmp_pat
         named(f"{STEP}8", 17, 18), named("optimizer", 19, 90), op("two", 20, 24), launch(3, 21),
         kernel(3, 26, 34), op("other thread", 29, 90, tid=2), named("before", 26, 30),
         named(WAIT, 30, 40), cpu("cuda_runtime", "cudaDeviceSynchronize", 31, 35, correlation=9),
-        named(SENTINEL, 41, 50), launch(4, 42), kernel(4, 43, 44),
+        named(SENTINEL, 41, 50), launch(4, 42), kernel(4, 43, 44), *ended,
     )  # fmt: skip
     trace = Trace.read(path)
     assert trace.steps == [(7, 12_000), (8, 17_000)] and trace.sentinels == [1, 1]
@@ -260,8 +280,8 @@ def test_marks_of_steps_are_taken_out_and_what_is_open_at_the_end_is_cut(tmp_pat
     attribution = Attribution(trace)
     assert [r.name for r in attribution.ranges(trace.gpu[1])] == ["optimizer"]
     steps, rule = find_steps(attribution)
-    assert [(s.name, s.start, s.end) for s in steps] == [
-        ("step 7", 13_000, 25_000), ("step 8", 25_000, 90_000)
+    assert [(s.name, s.start, s.end, s.whole) for s in steps] == [
+        ("step 7", 12_000, 25_000, True), last
     ]  # fmt: skip
     assert rule == "to the end of each step of the optimizer"
 

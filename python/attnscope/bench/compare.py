@@ -153,6 +153,9 @@ def differences(env_a: Row, env_b: Row, pairs: Sequence[Pair]) -> tuple[list[str
         if has_a != has_b:
             told_a, told_b = (", ".join(sorted(has)) for has in (has_a, has_b))
             refused.append(f"{name}: A has {told_a}, B has {told_b}")
+    rests = [(env.get("settings") or {}).get("rest", 0.0) for env in (env_a, env_b)]
+    if env_a.get("device") == "cuda" and rests[0] != rests[1]:
+        refused.append(f"rest after a sample: A has {rests[0]:g}, B has {rests[1]:g} times it")
     clocks = [  # of one impl: another one may draw other power, and so run at another clock
         b["sm_clock_mhz"] / a["sm_clock_mhz"]
         for a, b in timed
@@ -161,10 +164,13 @@ def differences(env_a: Row, env_b: Row, pairs: Sequence[Pair]) -> tuple[list[str
     if clocks and abs(np.median(clocks) - 1) > CLOCK_TOLERANCE:
         refused.append(f"SM clock: B ran at {np.median(clocks):.2f} times the clock of A")
     told = [
-        f"{key}: A has {env_a.get(key)}, B has {env_b.get(key)}"
+        f"differs: {key}: A has {env_a.get(key)}, B has {env_b.get(key)}"
         for key in TOLD
         if env_a.get(key) != env_b.get(key)
     ]
+    late = [sum(bool(rows[side].get("late_samples")) for rows in timed) for side in (0, 1)]
+    if any(late):
+        told.append(f"rows in which the GPU waited for the host: {late[0]} of A, {late[1]} of B")
     return refused, told
 
 
@@ -282,7 +288,7 @@ def compare_command(
     say(f"A: {a}" + (f", {impl_a}" if impl_a else ""))
     say(f"B: {b or a}" + (f", {impl_b or impl_a}" if impl_a else ""))
     for line in told:
-        say(f"differs: {line}")
+        say(line)
     for side, count in (("A", sum(not p.a for p in pairs)), ("B", sum(not p.b for p in pairs))):
         if count:
             say(f"missing: {count} of {len(pairs)} rows are not in {side}", "yellow")

@@ -10,8 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -29,24 +28,31 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class Step:
-    """A named part of the program, [start, end) in nanoseconds of the trace."""
+    """A named part of the program, [start, end) in nanoseconds of the trace.
+
+    `whole`: it is not one that the program, or its record, ended in.
+    """
 
     name: str
     start: int
     end: int
+    whole: bool = True
 
 
 def program_window(trace: Trace) -> Interval:
     """From the first op, range or GPU event (or the launch of one) to the end of the last.
 
-    What the profiler does before and after is outside. Raises ValueError for an empty trace.
+    A program whose steps were asked for begins with the first of these: what precedes its first op,
+    such as loading data, is of it. What the profiler does before and after is outside. Raises
+    ValueError for an empty trace.
     """
     events: list[CpuEvent | GpuEvent] = [e for e in trace.cpu if e.kind in ("op", "range")]
     events += trace.gpu
     events += [trace.cpu[work.launch] for work in trace.gpu if work.launch >= 0]
     if not events:
         raise ValueError("trace: holds no op, no range and no GPU event")
-    return min(e.start for e in events), max(e.end for e in events)
+    starts = [e.start for e in events] + [at for _, at in trace.steps[:1]]
+    return min(starts), max([e.end for e in events] + [trace.steps_end or 0])
 
 
 def find_steps(attribution: Attribution) -> tuple[list[Step], str]:
@@ -62,12 +68,7 @@ def find_steps(attribution: Attribution) -> tuple[list[Step], str]:
     outer = [e for e in trace.cpu if e.kind == "range" and not attribution.ranges(e)]
     own = [e for e in trace.cpu if e.kind == "range" and e.name.startswith(PROFILER_STEP)]
     if trace.steps:
-        starts = [min(max(start, begin), end) for _, start in trace.steps]
-        found = [
-            Step(f"step {number}", *span)
-            for (number, _), span in zip(trace.steps, pairwise([*starts, end]), strict=True)
-        ]
-        rule = "to the end of each step of the optimizer"
+        found, rule = _optimizer_steps(trace, end), "to the end of each step of the optimizer"
     elif own:
         found, rule = [Step(e.name, e.start, e.end) for e in own], "the profiler's steps"
     else:
@@ -92,8 +93,24 @@ def find_steps(attribution: Attribution) -> tuple[list[Step], str]:
     steps: list[Step] = []
     for step, until in zip(found, done, strict=True):
         start = max(step.start, steps[-1].end if steps else 0)
-        steps.append(Step(step.name, start, max(until, start)))
+        steps.append(replace(step, start=start, end=max(until, start)))
     return steps, rule
+
+
+def _optimizer_steps(trace: Trace, end: int) -> list[Step]:
+    """From mark to mark; what follows the last one is a step only if something begins there."""
+    until = end if trace.steps_end is None else trace.steps_end
+    found = [
+        Step(f"step {number}", start, stop)
+        for (number, start), stop in zip(
+            trace.steps, [at for _, at in trace.steps[1:]] + [until], strict=True
+        )
+    ]
+    if trace.steps_end is None:
+        last = found.pop()
+        if not found or any(e.start >= last.start for e in trace.cpu):
+            found.append(Step(f"{last.name}, unfinished", last.start, last.end, whole=False))
+    return found
 
 
 def step_breakdown(attribution: Attribution) -> pandas.DataFrame:
@@ -123,11 +140,10 @@ def step_breakdown(attribution: Attribution) -> pandas.DataFrame:
     table.attrs["setup_us"] = None
     if later:
         table.attrs["setup_reason"] = "the program's first step was not recorded"
-    elif len(steps) > 1:
-        walls = [step.end - step.start for step in steps]
+    elif len(walls := [step.end - step.start for step in steps if step.whole]) > 1:
         table.attrs["setup_us"] = (walls[0] - median(walls[1:])) / 1e3
     else:
-        table.attrs["setup_reason"] = "there is one step only"
+        table.attrs["setup_reason"] = f"there is {'one' if walls else 'no whole'} step only"
     return table
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import runpy
+import signal
 import sys
+import threading
 import traceback
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +21,7 @@ from attnscope.profile.outputs import make_folder
 from attnscope.profile.result import Profile
 from attnscope.profile.session import LostEvents, profile
 from attnscope.profile.show import check_sort
-from attnscope.profile.steps import ProgramEnded, parse_steps
+from attnscope.profile.steps import parse_steps
 
 INTERRUPTED = 130
 
@@ -93,8 +95,8 @@ def profile_command(
                 "stacks": stacks,
                 "memory": memory,
                 "kineto": kineto,
+                "steps": None if steps is None else parse_steps(steps),
             }
-            options["steps"] = None if steps is None else parse_steps(steps)
             found, code = _record(run, retries, options)
         try:
             found.print(top=top, sort=sort, full_names=full_names)
@@ -116,9 +118,11 @@ class _Script:
             raise ValueError(f"script: there is no file {target!r}; a module needs -m")
         self.target, self.arguments, self.module = target, arguments, module
         self.name = target if module else Path(target).stem
+        self.ended = False
 
     def run(self) -> int:
         """Run it to its end; the code it exits with, 1 for an exception, which is printed."""
+        self.ended = False
         before = sys.argv, sys.path[:]
         sys.argv = [self.target, *self.arguments]
         sys.path.insert(0, "" if self.module else str(Path(self.target).resolve().parent))
@@ -131,9 +135,21 @@ class _Script:
             if isinstance(end.code, str):
                 print(end.code, file=sys.stderr)
             return end.code if isinstance(end.code, int) else int(end.code is not None)
+        except KeyboardInterrupt:
+            if not self.ended:
+                raise
         finally:
             sys.argv, sys.path[:] = before
         return 0
+
+    def end(self) -> None:
+        """Called in the script: it exits here, as by sys.exit()."""
+        elsewhere = threading.current_thread() is not threading.main_thread()
+        if elsewhere and not self.ended:
+            # This ends the thread; what waits for it, or would go on without it, is interrupted.
+            self.ended = True
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        raise SystemExit
 
     def frames(self, error: Exception) -> TracebackType | None:
         """The frames of an error from the script's own first one on."""
@@ -164,14 +180,11 @@ def _record(run: _Script, retries: int, options: dict[str, Any]) -> tuple[Profil
         ended = False
         try:
             region = profile(run.name, **options)
-            region.ends_program = True
+            region.after_steps = run.end
             with region as found:
                 if region.steps is None:
                     found.unprofiled_reason = "the script ran under the profiler only"
-                try:
-                    code = run.run()
-                except ProgramEnded:
-                    code = 0
+                code = run.run()
                 ended = True
         except LostEvents as error:
             if left:

@@ -73,7 +73,8 @@ class Profile:
 
     def __getattr__(self, name: str) -> Any:
         if name in Profile.__annotations__:
-            raise ProfileError(f"{name}: the region has not ended yet, nothing is recorded")
+            why = self.interrupted or "the region has not ended yet"
+            raise ProfileError(f"{name}: {why}, nothing is recorded")
         raise AttributeError(name)
 
     @classmethod
@@ -98,6 +99,11 @@ class Profile:
     def incomplete(self) -> str | None:
         """What is known to be missing, None when nothing is."""
         return self.audit.problem
+
+    @property
+    def filled(self) -> bool:
+        """The record is here, and was read to its end."""
+        return "audit" in self.__dict__
 
     @property
     def empty(self) -> bool:

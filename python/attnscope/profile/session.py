@@ -34,6 +34,10 @@ SECOND = (
     "another profiler of PyTorch ran inside the region and took its events; take it out there, or "
     "read its own trace with attnscope profile --trace"
 )
+ELSEWHERE = (
+    "memory: allocations are recorded in one thread only, and the record began in another one or "
+    "inside backward(); leave memory out, or put the region where the loop is"
+)
 _running = threading.Lock()
 
 
@@ -67,7 +71,7 @@ class profile:
     before it was kept.
     """
 
-    ends_program = False  # after `steps`: ProgramEnded is raised in it
+    after_steps: Callable[[], None] | None = None  # called in the program once they are recorded
     _window: StepWindow | None = None
 
     def __init__(
@@ -102,8 +106,9 @@ class profile:
             raise ProfileError(TWO)
         else:
             begin = functools.partial(self._begin, found)
-            self._window = StepWindow(self.steps, found, begin, self._end, synchronize)
-            self._window.ends_program = self.ends_program
+            self._window = StepWindow(
+                self.steps, found, begin, self._end, synchronize, self.after_steps
+            )
             self._window.open()
         self._profile = found
         return found
@@ -115,9 +120,9 @@ class profile:
         trace: TracebackType | None,
     ) -> Literal[False]:
         window, self._window = self._window, None
-        cause = f"{type(error).__name__}: {error}"
-        if error is not None and not (window and window.done):
-            self._profile.interrupted = cause
+        found, cause = self._profile, f"{type(error).__name__}: {error}".removesuffix(": ")
+        if error is not None and not found.filled:
+            found.interrupted = cause
         try:
             if window is None:
                 self._end()
@@ -127,10 +132,10 @@ class profile:
             if error is None:
                 raise
             # The region's own error comes first, and may be why there is no record.
-            self._profile.interrupted = f"{cause}; and nothing was kept: {failure}"
+            found.interrupted = f"{cause}; and nothing was kept: {failure}"
             return False
-        if error is None and self._profile.incomplete:
-            raise LostEvents(f"{self.name}: {self._profile.incomplete}")
+        if error is None and found.incomplete:
+            raise LostEvents(f"{self.name}: {found.incomplete}")
         return False
 
     def _begin(self, found: Profile) -> None:
@@ -157,7 +162,9 @@ class profile:
                 try:
                     with again as found:
                         recorded.profile = found  # type: ignore[attr-defined]
-                        if unprofiled is None:
+                        if self.steps is not None:
+                            pass  # the steps before those recorded are timed
+                        elif unprofiled is None:
                             found.unprofiled_reason = "needs warmup >= 2"
                         else:
                             found.unprofiled_wall_s, found.unprofiled_reason = unprofiled, None
@@ -229,13 +236,15 @@ class profile:
                     found.sm_clock_mhz, found.sm_clock_reason = _sm_clock(nvml)
             finally:
                 late.cancel()
-                # One that began and ended inside took this one's events; PyTorch ends the process
-                # where they are asked for all the same.
+                # What has no events any more must not be asked for them: that ends the process.
                 alone = torch.autograd.profiler._is_profiler_enabled
+                here = not self.memory or torch.autograd._profiler_enabled()
                 if alone:
                     recorder.stop()
-        if not alone:
+        if not alone:  # one that began and ended inside took them
             raise ProfileError(SECOND)
+        if not here:
+            raise ProfileError(ELSEWHERE)
         folder = tempfile.mkdtemp(prefix="attnscope-profile-")
         weakref.finalize(found, shutil.rmtree, folder, ignore_errors=True)
         source = Path(folder) / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', self.name)}.json"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from attnscope.profile.checks import ProfileError
-from attnscope.profile.trace import STEP
+from attnscope.profile.trace import STEP, STEPS_END
 
 if TYPE_CHECKING:
     from attnscope.profile.result import Profile
@@ -30,17 +31,13 @@ def parse_steps(text: str) -> range:
     return range(first, last + 1)
 
 
-class ProgramEnded(BaseException):
-    """Raised in a program that need not go on; no error, and so not caught as one."""
-
-
 class StepWindow:
     """Begins and ends the record of a region where `steps` of it do.
 
     Step 0 begins with the region, the others where the first optimizer of torch.optim that is
     called has stepped; further ones, as a GAN has, are not counted. What goes wrong is raised where
-    the region ends, not in the program's optimizer; only ProgramEnded is raised there, after the
-    steps and where it is asked for.
+    the region ends, not in the program's optimizer. `after` is called there, in the program, by
+    each step after those recorded; what it raises is the program's.
     """
 
     def __init__(
@@ -50,16 +47,16 @@ class StepWindow:
         begin: Callable[[], None],
         end: Callable[[], None],
         wait: Callable[[], None],
+        after: Callable[[], None] | None,
     ) -> None:
         self._steps, self._found = steps, found
-        self._begin, self._end, self._wait = begin, end, wait
-        self.ends_program = False
+        self._begin, self._end, self._wait, self._after = begin, end, wait, after
         self._optimizer: Any = None
         self._ended = 0  # steps of the region
         self._before: float | None = None  # when as many steps as will be recorded began
-        self._began = False
+        self._began = self._done = self._closed = False
         self._failure: Exception | None = None
-        self.done = False
+        self._lock = threading.Lock()  # the loop may be in another thread than the region's end
 
     def open(self) -> None:
         """The region begins."""
@@ -71,47 +68,58 @@ class StepWindow:
     def close(self) -> None:
         """The region has ended; raises what went wrong in it."""
         self._hook.remove()
+        with self._lock:
+            self._closed = True
         if self._failure is not None:
             raise self._failure
+        if self._began and self._done:
+            return
+        few = ProfileError(
+            f"steps: {self._steps.start} is the first to record, and the region had "
+            f"{self._ended}; a step ends where an optimizer of torch.optim has stepped"
+        )
         if not self._began:
-            raise ProfileError(
-                f"steps: {self._steps.start} is the first to record, and the region had "
-                f"{self._ended}; a step ends where an optimizer of torch.optim has stepped"
-            )
-        if not self.done:
+            raise few
+        self._end()
+        if self._found.interrupted is None:
+            if self._ended == self._steps.start:
+                raise few
             told = f"the end of the region, after {self._ended} steps of {self._steps.stop}"
-            self._found.interrupted = self._found.interrupted or told
-            self._found.unprofiled_wall_s = None
-            self._found.unprofiled_reason = "fewer steps were recorded"
-            self._end()
+            self._found.interrupted = told
+        self._found.unprofiled_wall_s = None
+        self._found.unprofiled_reason = "fewer steps were recorded"
 
     def _stepped(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if self._optimizer is None:
-            self._optimizer = optimizer
-        if optimizer is self._optimizer:
-            self._ended += 1
-            self._step_begins(self._ended)
-            if self.done and self.ends_program:
-                raise ProgramEnded
+        with self._lock:
+            if self._closed or _captured():
+                return
+            if self._optimizer is None:
+                self._optimizer = optimizer
+            if optimizer is self._optimizer:
+                self._ended += 1
+                self._step_begins(self._ended)
+                if self._done and self._after is not None:
+                    self._after()
 
     def _step_begins(self, step: int) -> None:
-        if self.done:
+        if self._done:
             return
         try:
             if step == self._steps.start:
                 self._time_before()
-                self._began = True
                 self._begin()
+                self._began = True
             elif step == self._steps.stop:
-                self.done = True
+                _mark(STEPS_END)
+                self._done = True
                 self._end()
             elif 0 < step == self._steps.start - len(self._steps):
                 self._wait()
                 self._before = time.perf_counter()
-            if self._began and not self.done:
-                _mark(step)
+            if self._began and not self._done:
+                _mark(f"{STEP}{step}")
         except Exception as failure:
-            self._failure, self.done = failure, True
+            self._failure, self._done = failure, True
 
     def _time_before(self) -> None:
         """Steps before those recorded are what these take without the profiler."""
@@ -125,9 +133,16 @@ class StepWindow:
             self._found.unprofiled_reason = None
 
 
-def _mark(step: int) -> None:
+def _captured() -> bool:
+    """The step goes into a CUDA graph: it does not happen now, and a wait would end the capture."""
+    import torch
+
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _mark(name: str) -> None:
     """The reader takes this out, and keeps when it was."""
     import torch
 
-    with torch.profiler.record_function(f"{STEP}{step}"):
+    with torch.profiler.record_function(name):
         pass

@@ -33,7 +33,9 @@ GPU_KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
 # lost here first, so the reader takes the kernels out and counts them.
 SENTINEL = "attnscope::sentinel"
 WAIT = "attnscope::wait"  # around the profiler's own synchronisation at each end of a region
-STEP = "attnscope::step#"  # an empty range where a step of a training loop begins, and its number
+# An empty range where a step of a training loop begins, and its number; and where the last ended.
+STEP = "attnscope::step#"
+STEPS_END = f"{STEP}end"
 
 # Of events that start and end together, the outer one: a range is entered before the op in it.
 RANKS = {"range": 0, "python": 1, "op": 2, "call": 3}
@@ -125,7 +127,8 @@ class Trace:
     `start` and `end` are the window: between the sentinels where there are two, else the whole
     recording. `sentinels` has the kernels found in each sentinel, and nothing else has them.
     `waits` counts the profiler's own waits for the device: one at each end of a region. `steps` has
-    the number of each step that was told to begin, and when.
+    the number of each step that was told to begin, and when; `steps_end` is when the last of them
+    ended, None where the program ended first.
     """
 
     cpu: list[CpuEvent] = field(default_factory=list)
@@ -137,6 +140,7 @@ class Trace:
     sentinels: list[int] = field(default_factory=list)
     waits: int = 0
     steps: list[tuple[int, int]] = field(default_factory=list)
+    steps_end: int | None = None
     start: int = 0
     end: int = 0
 
@@ -323,9 +327,15 @@ class _Builder:
     def remove_own(self) -> None:
         """Take out what the profiler did itself, and set the window to what lies between."""
         trace = self.trace
-        marks = [e for e in trace.cpu if e.kind == "range" and e.name.startswith(STEP)]
-        trace.steps = [(int(mark.name.removeprefix(STEP)), mark.start) for mark in marks]
-        trace.cpu = [e for e in trace.cpu if not (e.kind == "range" and e.name.startswith(STEP))]
+        events, trace.cpu = trace.cpu, []
+        for event in events:
+            which = event.name.removeprefix(STEP)
+            if event.kind != "range" or which == event.name:
+                trace.cpu.append(event)
+            elif event.name == STEPS_END:
+                trace.steps_end = event.start
+            elif which.isdecimal():
+                trace.steps.append((int(which), event.start))
         own = [e for e in trace.cpu if e.kind == "range" and e.name in (SENTINEL, WAIT)]
         if not own:
             return
