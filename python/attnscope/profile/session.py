@@ -134,6 +134,8 @@ class profile:
             # The region's own error comes first, and may be why there is no record.
             found.interrupted = f"{cause}; and nothing was kept: {failure}"
             return False
+        if error is None and not found.filled:
+            raise ProfileError(f"{self.name}: interrupted while it was recorded; nothing is")
         if error is None and found.incomplete:
             raise LostEvents(f"{self.name}: {found.incomplete}")
         return False

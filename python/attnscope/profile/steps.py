@@ -72,13 +72,14 @@ class StepWindow:
             self._closed = True
         if self._failure is not None:
             raise self._failure
-        if self._began and self._done:
-            return
+        reached = self._ended >= self._steps.start
+        if self._done or reached and not self._began:
+            return  # whole, or interrupted while it was made
         few = ProfileError(
             f"steps: {self._steps.start} is the first to record, and the region had "
             f"{self._ended}; a step ends where an optimizer of torch.optim has stepped"
         )
-        if not self._began:
+        if not reached:
             raise few
         self._end()
         if self._found.interrupted is None:
