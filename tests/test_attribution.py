@@ -13,6 +13,7 @@ from attnscope.profile.audit import audit
 from attnscope.profile.checks import ProfileError, check_tables
 from attnscope.profile.flops import FlopCounts
 from attnscope.profile.kineto import comparison
+from attnscope.profile.own import SENTINEL, WAIT
 from attnscope.profile.show import attribution_line
 from attnscope.profile.tables import (
     NO_OP,
@@ -444,3 +445,48 @@ def test_a_trace_without_gpu_work_has_no_share(tmp_path: Path) -> None:
     assert owners.share is None
     assert attribution_line(owners) == "no GPU time: no kernel ran in the region"
     check_tables(owners, *tables(owners))
+
+
+def test_a_thread_with_the_number_of_one_that_ended_owns_its_kernels(tmp_path: Path) -> None:
+    """The profiler keeps the first number that it saw with a pthread id: calls have that of 1."""
+    path = write_trace(
+        tmp_path / "t.json",
+        op("old", 0, 20, **{"External id": 1}), launch(1, 5, **{"External id": 1}),
+        kernel(1, 8, 10, "a", **{"External id": 1}),
+        named("loop", 100, 200, tid=2),
+        op("new", 110, 120, tid=2, **{"External id": 2}),
+        launch(2, 112, **{"External id": 2}), kernel(2, 115, 118, "b", **{"External id": 2}),
+        launch(3, 130), kernel(3, 132, 134, "raw"),
+        op("live", 100, 200, tid=3, **{"External id": 3}),
+        launch(4, 131, tid=3, **{"External id": 3}), kernel(4, 135, 139, "c"),
+    )  # fmt: skip
+    owners = Attribution(Trace.read(path))
+    found = {
+        work.name: (getattr(owners.op(work), "name", None), [r.name for r in owners.ranges(work)])
+        for work in owners.trace.gpu
+    }
+    assert found == {
+        "a": ("old", []), "b": ("new", ["loop"]), "raw": (None, ["loop"]), "c": ("live", [])
+    }  # fmt: skip
+    assert not owners.disagreements
+
+
+def test_the_profilers_own_work_is_known_by_its_kernel_where_the_thread_is_not(
+    tmp_path: Path,
+) -> None:
+    spin = "at::cuda::(anonymous namespace)::spin_kernel(long)"
+    path = write_trace(
+        tmp_path / "t.json",
+        named(WAIT, 0, 5, tid=2), launch(9, 1, "cudaDeviceSynchronize"),
+        named(SENTINEL, 10, 20, tid=2), launch(1, 12), kernel(1, 14, 15, spin),
+        op("mine", 30, 40, tid=2), launch(2, 32), kernel(2, 36, 38, "k"),
+        named(WAIT, 50, 55, tid=2), named(SENTINEL, 60, 70, tid=2), launch(3, 62),
+        kernel(3, 64, 65, spin), launch(10, 80, "cudaDeviceSynchronize"),
+    )  # fmt: skip
+    trace = Trace.read(path)
+    assert trace.sentinels == [1, 1] and (trace.start, trace.end) == (20_000, 60_000)
+    assert [(e.kind, e.name, e.thread) for e in trace.cpu] == [
+        ("op", "mine", 2), ("call", "cudaLaunchKernel", 2)
+    ]  # fmt: skip
+    owner = Attribution(trace).op(trace.gpu[0])
+    assert owner is not None and owner.name == "mine"

@@ -20,9 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from attnscope import attention
 from attnscope.profile import Profile, ProfileError, annotate, profile
 from attnscope.profile.attribution import busy_ns
+from attnscope.profile.own import SENTINEL
 from attnscope.profile.show import attribution_line
 from attnscope.profile.tables import NO_OP, REPLAY
-from attnscope.profile.trace import SENTINEL
 
 pytestmark = pytest.mark.gpu
 
@@ -451,3 +451,23 @@ def test_every_file_of_a_run_is_written_and_the_trace_reads_back(tmp_path: Path)
     assert again.attribution.share == 1.0 and again.incomplete is None
     assert len(again.audit.sentinels) == 2
     assert again.stages().set_index("path").loc["step"].calls == 3
+
+
+def test_threads_that_come_after_one_another_own_their_kernels() -> None:
+    """A thread often has the pthread id of one that ended; the trace then has its number too."""
+    square = torch.randn(64, 64, device="cuda")
+    ids = set()
+
+    def work() -> None:
+        ids.add(threading.get_ident())
+        with annotate("in the thread"):
+            square @ square
+
+    for _ in range(4):
+        with profile() as found:
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+        assert found.attribution.share == 1.0 and not found.attribution.disagreements
+        assert found.stages().set_index("range")["gpu_us"]["in the thread"] > 0
+    assert len(ids) < 4, "no thread had the id of another one: this shows nothing"

@@ -32,10 +32,11 @@ from attnscope.profile.ops_run import (
     raw_kernels,
     summarise,
 )
+from attnscope.profile.own import SENTINEL
 from attnscope.profile.reconcile import Work, compare, measurements
 from attnscope.profile.records import Record
 from attnscope.profile.result import Profile
-from attnscope.profile.trace import SENTINEL, Trace
+from attnscope.profile.trace import Trace
 
 CPU = torch.device("cpu")
 # All that has kernels in the recording `ops`, three calls of each.

@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 from attnscope.cli import build
 from attnscope.profile import Profile, ProfileError, annotate, profile, session
 from attnscope.profile.breakdown import find_steps
+from attnscope.profile.own import STEP
 from attnscope.profile.steps import parse_steps
-from attnscope.profile.trace import STEP
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class Loop:
@@ -214,21 +216,31 @@ def in_thread(run: Callable[[], object]) -> None:
     thread.join()
 
 
-def test_a_loop_may_be_in_another_thread() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_loop_may_be_in_another_thread(device: str) -> None:
     for steps in (range(2, 4), range(2, 9)):
         with profile(steps=steps) as found:
-            in_thread(lambda: Loop().run(5))
+            in_thread(lambda: Loop(device=device).run(5))
         assert calls(found, "aten::addmm") == min(len(steps), 3)
+        assert device == "cpu" or found.attribution.share == 1.0
 
 
-def stepped_in_backward() -> None:
-    loop = Loop()
+def stepped_in_backward(device: str = "cpu") -> None:
+    loop = Loop(device=device)
     parameters = [*loop.models[0].parameters()]
     optimizers = {one: torch.optim.SGD([one], lr=0.1) for one in parameters}
     for one in parameters:
         one.register_post_accumulate_grad_hook(lambda one: optimizers[one].step())
     for _ in range(5):
         loop.models[0](loop.batch).sum().backward()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_optimizer_may_step_inside_backward(device: str) -> None:
+    with profile(steps=range(2, 4)) as found:
+        stepped_in_backward(device)
+    assert calls(found, "aten::addmm") == 2
+    assert device == "cpu" or found.attribution.share == 1.0
 
 
 def test_allocations_that_cannot_be_recorded_are_an_error_and_profiling_goes_on() -> None:

@@ -24,7 +24,8 @@ from trace_files import (
 from attnscope.profile import Profile, jsonstream
 from attnscope.profile.attribution import Attribution
 from attnscope.profile.breakdown import find_steps
-from attnscope.profile.trace import SENTINEL, STEP, STEPS_END, WAIT, Trace
+from attnscope.profile.own import SENTINEL, STEP, STEPS_END, WAIT
+from attnscope.profile.trace import Trace
 
 
 def recording(name: str) -> Trace:

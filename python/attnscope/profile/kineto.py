@@ -9,8 +9,8 @@ from typing import Any
 import pandas
 
 from attnscope.profile.attribution import Attribution
+from attnscope.profile.own import SENTINEL, STEP, WAIT
 from attnscope.profile.tables import op_parents
-from attnscope.profile.trace import SENTINEL, STEP, WAIT
 
 SLACK_US = 0.01  # kineto's microseconds have three decimals
 ANNOTATION = "annotation row: from the first to the last kernel of the range, gaps included"

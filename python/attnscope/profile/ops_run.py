@@ -21,10 +21,10 @@ from attnscope.bench.workloads import Workload
 from attnscope.profile.checks import ProfileError
 from attnscope.profile.document import rows_of
 from attnscope.profile.model_run import run_apart
+from attnscope.profile.own import SENTINEL
 from attnscope.profile.reconcile import reconcile, record_calls
 from attnscope.profile.records import Record
 from attnscope.profile.session import profile
-from attnscope.profile.trace import SENTINEL
 
 if TYPE_CHECKING:
     from attnscope.bench.store import Results

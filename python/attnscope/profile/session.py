@@ -22,9 +22,9 @@ from attnscope.bench.nvml import Nvml
 from attnscope.bench.show import say
 from attnscope.profile.attached import attached_tool
 from attnscope.profile.checks import ProfileError
+from attnscope.profile.own import SENTINEL, WAIT
 from attnscope.profile.result import Profile
 from attnscope.profile.steps import StepWindow
-from attnscope.profile.trace import SENTINEL, WAIT
 
 SENTINEL_KERNELS = 3
 LARGE_TRACE = 200 << 20  # bytes; about half a million events
@@ -35,8 +35,8 @@ SECOND = (
     "read its own trace with attnscope profile --trace"
 )
 ELSEWHERE = (
-    "memory: allocations are recorded in one thread only, and the record began in another one or "
-    "inside backward(); leave memory out, or put the region where the loop is"
+    "memory: allocations are recorded in one thread only, and steps of this loop end in another "
+    "than the region's or inside backward(); leave memory out, or put the region around the loop"
 )
 _running = threading.Lock()
 
@@ -100,6 +100,7 @@ class profile:
 
     def __enter__(self) -> Profile:
         found = Profile(self.name)
+        self._thread = threading.get_ident()
         if self.steps is None:
             self._begin(found)
         elif self._window is not None:
@@ -141,6 +142,8 @@ class profile:
         return False
 
     def _begin(self, found: Profile) -> None:
+        if self.steps is not None and self.memory and not _outside_backward(self._thread):
+            raise ProfileError(ELSEWHERE)
         recording = self._record(found)
         recording.__enter__()
         self._recording = recording
@@ -241,7 +244,7 @@ class profile:
                 # What has no events any more must not be asked for them: that ends the process.
                 alone = torch.autograd.profiler._is_profiler_enabled
                 here = not self.memory or torch.autograd._profiler_enabled()
-                if alone:
+                if alone and here:
                     recorder.stop()
         if not alone:  # one that began and ended inside took them
             raise ProfileError(SECOND)
@@ -289,6 +292,14 @@ def synchronize() -> None:
             # To ask an unused device would make a context on it.
             if torch._C._cuda_hasPrimaryContext(device):  # type: ignore[attr-defined]
                 torch.cuda.synchronize(device)
+
+
+def _outside_backward(thread: int) -> bool:
+    """This is the thread, and it is not autograd's, which puts back the profiler it began with."""
+    import torch
+
+    inside = torch._C._current_graph_task_id() != -1
+    return threading.get_ident() == thread and not inside
 
 
 def _sm_clock(nvml: Nvml) -> tuple[float | None, str | None]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from attnscope.profile.checks import ProfileError
-from attnscope.profile.trace import STEP, STEPS_END
+from attnscope.profile.own import STEP, STEPS_END
 
 if TYPE_CHECKING:
     from attnscope.profile.result import Profile

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from attnscope.profile.jsonstream import members, open_trace, plain
+from attnscope.profile.own import remove_own
+from attnscope.profile.threads import mend_threads
 
 CPU_KINDS = {
     "cpu_op": "op",
@@ -29,14 +31,6 @@ CPU_KINDS = {
     "cuda_driver": "call",
 }
 GPU_KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
-# A range with a few small kernels, at each end of a window. Work lost at an end of a capture is
-# lost here first, so the reader takes the kernels out and counts them.
-SENTINEL = "attnscope::sentinel"
-WAIT = "attnscope::wait"  # around the profiler's own synchronisation at each end of a region
-# An empty range where a step of a training loop begins, and its number; and where the last ended.
-STEP = "attnscope::step#"
-STEPS_END = f"{STEP}end"
-
 # Of events that start and end together, the outer one: a range is entered before the op in it.
 RANKS = {"range": 0, "python": 1, "op": 2, "call": 3}
 
@@ -311,7 +305,8 @@ class _Builder:
         }
         trace.cpu.sort(key=lambda e: (e.start, -e.end, RANKS[e.kind]))
         trace.gpu.sort(key=lambda e: (e.start, e.end))
-        self.remove_own()
+        mend_threads(trace.cpu, trace.gpu)
+        remove_own(trace)
         nest(trace.cpu)
         calls: dict[int, list[CpuEvent]] = defaultdict(list)
         for event in trace.cpu:
@@ -323,50 +318,6 @@ class _Builder:
                 # CUPTI's ids have 32 bits and come again: the last call before the work is it.
                 before = bisect_right(same, work.start, key=lambda call: call.start)
                 work.launch = same[max(0, before - 1)].index
-
-    def remove_own(self) -> None:
-        """Take out what the profiler did itself, and set the window to what lies between."""
-        trace = self.trace
-        events, trace.cpu = trace.cpu, []
-        for event in events:
-            which = event.name.removeprefix(STEP)
-            if event.kind != "range" or which == event.name:
-                trace.cpu.append(event)
-            elif event.name == STEPS_END:
-                trace.steps_end = event.start
-            elif which.isdecimal():
-                trace.steps.append((int(which), event.start))
-        own = [e for e in trace.cpu if e.kind == "range" and e.name in (SENTINEL, WAIT)]
-        if not own:
-            return
-        kept: list[CpuEvent] = []
-        launched: dict[int, int] = {}  # correlation -> which of own
-        for event in trace.cpu:
-            inside = [
-                at
-                for at, one in enumerate(own)
-                if event.thread == one.thread and one.start <= event.start < one.end
-            ]
-            if not inside:
-                kept.append(event)
-            elif event.correlation:
-                launched[event.correlation] = inside[0]
-        found = [launched[w.correlation] for w in trace.gpu if w.correlation in launched]
-        trace.waits = sum(one.name == WAIT for one in own)
-        at_ends = [at for at, one in enumerate(own) if one.name == SENTINEL]
-        trace.sentinels = [found.count(at) for at in at_ends]
-        trace.cpu = kept
-        trace.gpu = [w for w in trace.gpu if w.correlation not in launched]
-        if len(at_ends) > 1:
-            trace.start, trace.end = own[at_ends[0]].end, own[at_ends[-1]].start
-        if trace.waits > 1:
-            self.end_open(next(one for one in reversed(own) if one.name == WAIT))
-
-    def end_open(self, last: CpuEvent) -> None:
-        """What was open when the window ended: PyTorch has it last until the profiler stopped."""
-        for event in self.trace.cpu:
-            if event.thread == last.thread and event.start < last.start and event.end >= last.end:
-                event.end = last.start
 
 
 def nest(events: list[CpuEvent]) -> None:

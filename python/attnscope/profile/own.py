@@ -1,0 +1,67 @@
+"""What the profiler itself does in a recording, by name, and how the reader takes it out again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attnscope.profile.trace import CpuEvent, Trace
+
+# A range with a few small kernels, at each end of a window. Work lost at an end of a capture is
+# lost here first, so the reader takes the kernels out and counts them.
+SENTINEL = "attnscope::sentinel"
+SENTINEL_KERNEL = "spin_kernel"  # of torch.cuda._sleep
+WAIT = "attnscope::wait"  # around the profiler's own synchronisation at each end of a region
+# An empty range where a step of a training loop begins, and its number; and where the last ended.
+STEP = "attnscope::step#"
+STEPS_END = f"{STEP}end"
+
+
+def remove_own(trace: Trace) -> None:
+    """Take out what the profiler did itself, and set the window to what lies between."""
+    _take_marks(trace)
+    own = [e for e in trace.cpu if e.kind == "range" and e.name in (SENTINEL, WAIT)]
+    if not own:
+        return
+    kept: list[CpuEvent] = []
+    launched: dict[int, int] = {}  # correlation -> which of own
+    for event in trace.cpu:
+        inside = [
+            at
+            for at, one in enumerate(own)
+            if event.thread == one.thread and one.start <= event.start < one.end
+        ]
+        if inside:
+            if event.correlation:
+                launched[event.correlation] = inside[0]
+        elif event.kind != "call" or event.thread != own[-1].thread or event.start < own[-1].end:
+            kept.append(event)  # the rest are calls that end the recording
+    found = [launched[w.correlation] for w in trace.gpu if w.correlation in launched]
+    trace.waits = sum(one.name == WAIT for one in own)
+    at_ends = [at for at, one in enumerate(own) if one.name == SENTINEL]
+    trace.sentinels = [found.count(at) for at in at_ends]
+    trace.cpu = kept
+    trace.gpu = [w for w in trace.gpu if w.correlation not in launched]
+    if len(at_ends) > 1:
+        trace.start, trace.end = own[at_ends[0]].end, own[at_ends[-1]].start
+    if trace.waits > 1:
+        _end_open(trace, next(one for one in reversed(own) if one.name == WAIT))
+
+
+def _take_marks(trace: Trace) -> None:
+    events, trace.cpu = trace.cpu, []
+    for event in events:
+        which = event.name.removeprefix(STEP)
+        if event.kind != "range" or which == event.name:
+            trace.cpu.append(event)
+        elif event.name == STEPS_END:
+            trace.steps_end = event.start
+        elif which.isdecimal():
+            trace.steps.append((int(which), event.start))
+
+
+def _end_open(trace: Trace, last: CpuEvent) -> None:
+    """What was open when the window ended: PyTorch has it last until the profiler stopped."""
+    for event in trace.cpu:
+        if event.thread == last.thread and event.start < last.start and event.end >= last.end:
+            event.end = last.start
