@@ -1,6 +1,8 @@
 """Who owns GPU time: each kernel once, by the op, range, module that launched it, or said not."""
 
+import gzip
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -79,6 +81,20 @@ def test_the_join_by_time_agrees_with_the_external_ids(name: str) -> None:
     by_id = {e.external_id: e for e in owners.trace.cpu if e.kind == "op"}
     for work in owners.trace.gpu:
         assert owners.op(work) is by_id.get(work.external_id)
+
+
+def test_threads_with_one_pthread_id_own_what_they_launched() -> None:
+    """Two threads, one after the other; the calls of both have the number of a third one."""
+    owners = recording("threads")
+    numbers = {e.thread for e in owners.trace.cpu if e.kind == "range"}
+    with gzip.open(RECORDED / "threads.json.gz", "rt") as file:
+        raw = [e for e in json.load(file)["traceEvents"] if e.get("cat") == "cuda_runtime"]
+    assert len(numbers) == 2 and not numbers & {e["tid"] for e in raw}
+    # In each a launch past PyTorch comes last, in the range and in no op.
+    assert [owners.op(k) for k in owners.trace.kernels if "spin_kernel" in k.name] == [None] * 2
+    around = [(len(owners.ranges(k)), owners.ranges(k)[-1].thread) for k in owners.trace.kernels]
+    assert {depth for depth, _ in around} == {1} and len(around) == 20
+    assert Counter(thread for _, thread in around) == dict.fromkeys(numbers, 10)
 
 
 def test_every_op_of_the_ops_recording_has_its_kernels_and_all_of_them() -> None:

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 RECORDED = Path(__file__).parent / "traces"
-RECORDINGS = ("ops", "train", "stack", "raw", "graph", "graph_both", "streams", "cold")
+RECORDINGS = (
+    "ops", "train", "stack", "raw", "graph", "graph_both", "streams", "cold", "threads",
+)  # fmt: skip
 
 Event = dict[str, Any]
 

@@ -7,7 +7,7 @@ pthread id of that one, and its calls then have its number: they, and their kern
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -24,8 +24,9 @@ def mend_threads(events: Sequence[CpuEvent], gpu: Iterable[GpuEvent]) -> None:
     """Give calls the thread that made them; `events` must be sorted by start.
 
     What proves it: the external id of a call is that of the op open on its thread; the kernels of a
-    sentinel are launched by the thread of the sentinel. Another call with the same number in the
-    trace is of the thread of the proof nearest to it in time.
+    sentinel are launched by the thread of the sentinel. Other calls with the same number are of the
+    thread of a proof before or after them: of threads with one pthread id the next begins after the
+    last one has ended, so a call lies within the life of one, or is of the one nearer in time.
     """
     ops = {e.external_id: e.thread for e in events if e.kind == "op" and e.external_id}
     sentinels = [e for e in events if e.kind == "range" and e.name == SENTINEL]
@@ -44,11 +45,17 @@ def mend_threads(events: Sequence[CpuEvent], gpu: Iterable[GpuEvent]) -> None:
         for number, proofs in proofs.items()
         if any(thread != number for _, thread in proofs)
     }
+    if not proofs:
+        return
+    begin: dict[int, int] = {}
+    end: dict[int, int] = {}
+    for event in events:
+        if event.kind != "call":
+            begin.setdefault(event.thread, event.start)
+            end[event.thread] = max(end.get(event.thread, 0), event.end)
     for call in calls:
-        if call.thread in proofs:
-            call.thread = _nearest(proofs[call.thread], call.start)
-
-
-def _nearest(proofs: Proofs, time: int) -> int:
-    at = bisect_left(proofs, (time, -1))
-    return min(proofs[max(0, at - 1) : at + 1], key=lambda proof: abs(proof[0] - time))[1]
+        if found := proofs.get(call.thread):
+            at = bisect_right(found, call.start, key=lambda proof: proof[0])
+            before, after = found[max(0, at - 1)][1], found[min(at, len(found) - 1)][1]
+            since, until = call.start - end[before], begin[after] - call.start
+            call.thread = before if since < until else after
