@@ -287,6 +287,18 @@ def test_marks_of_steps_are_taken_out_and_what_is_open_at_the_end_is_cut(
     assert rule == "to the end of each step of the optimizer"
 
 
+@pytest.mark.parametrize("name", ['say "hi"', '"', 'a", "pid": 7, "tid": 8,'])
+def test_quotes_in_names_are_read_as_pytorch_writes_them(tmp_path: Path, name: str) -> None:
+    """Up to PyTorch 2.11 the name is on a line with the process; the recording is of that one."""
+    with gzip.open(RECORDED / "threads.json.gz", "rt") as file:
+        text = file.read()
+    path = tmp_path / "quotes.json"
+    path.write_text(text.replace('"in the thread"', f'"{name}"'))
+    read = Trace.read(path)
+    assert {e.name for e in read.cpu if e.kind == "range"} == {name}
+    assert len(read.cpu) == len(recording("threads").cpu)
+
+
 def test_memory_is_bounded_by_the_size_of_the_file(tmp_path: Path) -> None:
     """Twice the bytes of the JSON, at most; the same holds at 200 MB."""
     path = tmp_path / "big.json"

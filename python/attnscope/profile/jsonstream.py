@@ -17,10 +17,13 @@ CHUNK = 1 << 20
 LONGEST_VALUE = 1 << 24
 
 
-# A name with quotes in it, on a line of its own: PyTorch writes them as they are. A line with more
-# members than the name is not one.
+# A name with quotes in it: PyTorch writes them as they are. It stands on a line of its own (a line
+# with more members than the name is not one), or before the process, as up to PyTorch 2.11.
 NAME = re.compile(
-    r'^(\s*"name": ")(?!.*",[ \t]*"[^"\n]*":)([^"\n]*"[^\n]*)("\s*,?\s*)$', re.MULTILINE
+    r'^(\s*"name": ")(?!.*",[ \t]*"[^"\n]*":)([^"\n]*"[^\n]*)("\s*,?\s*)$'
+    r'|^([ \t]*"ph": "\w", "cat": "\w*", "name": ")(?!.*",[ \t]*"(?!pid"|tid")[^"\n]*":)'
+    r'([^"\n]*"[^\n]*)(", "pid": "?[^"\n]*"?, "tid": "?[^"\n]*"?,)$',
+    re.MULTILINE,
 )
 
 
@@ -43,8 +46,9 @@ class Mended:
 
 
 def _escaped(found: re.Match[str]) -> str:
-    name = found[2].replace('\\"', '"').replace('"', '\\"')
-    return f"{found[1]}{name}{found[3]}"
+    before, name, after = (part for part in found.groups() if part is not None)
+    name = name.replace('\\"', '"').replace('"', '\\"')
+    return f"{before}{name}{after}"
 
 
 @contextmanager
