@@ -33,6 +33,7 @@ def test_recorded_traces() -> None:
         "train": ["starvation"],
         "stack": ["starvation"],
         "streams": ["fp32 product"],
+        "threads": silent,
     }
 
 

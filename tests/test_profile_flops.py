@@ -70,7 +70,8 @@ def test_argument_positions_are_those_of_the_installed_ops() -> None:
             assert position is None or arguments[position] in allowed, (name, field)
         lengths = {"seqlen_k", "window_size", "seqused_k", "block_table"}
         lengths |= {f"cu{m}_{q}" for m in ("m_seq", "_seqlens") for q in "qk"}
-        assert {arguments[at] for at in op.lengths} == lengths & set(arguments), name
+        there = {arguments[at] for at in op.lengths if at < len(arguments)}  # some came later
+        assert there == lengths & set(arguments), name
         seen += 1
     assert seen >= 10
 

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def llama() -> tuple[Any, torch.Tensor]:
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", minversion="5.24")
     registered.register()
     return run.build(TINY, CPU)
 

@@ -463,7 +463,7 @@ def test_the_instrumented_kernel_compiles_and_spills_little(built):
             mine = library.usage_of(usage, tile, dtype)
             assert mine["spill_store_bytes"] <= 128
     assert len(kernels) == 2 * len(tiles)
-    assert seconds < 40
+    assert seconds < 120  # beside other tests; 20 alone
 
 
 def test_the_instrumented_library_has_the_same_tiles(built):
