@@ -23,6 +23,7 @@ from trace_files import (
 
 from attnscope.profile import Profile, jsonstream
 from attnscope.profile.attribution import Attribution
+from attnscope.profile.audit import audit
 from attnscope.profile.breakdown import find_steps
 from attnscope.profile.own import SENTINEL, STEP, STEPS_END, WAIT
 from attnscope.profile.trace import Trace
@@ -255,7 +256,7 @@ def test_sentinels_are_taken_out_and_bound_the_window(tmp_path: Path) -> None:
     ("ended", "last"),
     [
         ([named(STEPS_END, 28, 28)], ("step 8", 25_000, 34_000, True)),
-        ([], ("step 8, unfinished", 25_000, 90_000, False)),
+        ([], ("step 8, unfinished", 25_000, 34_000, False)),
     ],
     ids=["ended", "cut off"],
 )
@@ -270,16 +271,21 @@ def test_marks_of_steps_are_taken_out_and_what_is_open_at_the_end_is_cut(
         kernel(3, 26, 34), op("other thread", 29, 90, tid=2), named("before", 26, 30),
         named(WAIT, 30, 40), cpu("cuda_runtime", "cudaDeviceSynchronize", 31, 35, correlation=9),
         named(SENTINEL, 41, 50), launch(4, 42), kernel(4, 43, 44), *ended,
+        # Of another thread, before the region and after it.
+        op("early", 1, 9, tid=3), launch(5, 3, tid=3), kernel(5, 12, 13),
+        op("late", 33, 39, tid=3), launch(6, 34, tid=3), kernel(6, 36, 37),
+        op("lost", 60, 70, tid=3), launch(7, 65, tid=3), kernel(8, 11, 12),
     )  # fmt: skip
     trace = Trace.read(path)
     assert trace.steps == [(7, 12_000), (8, 17_000)] and trace.sentinels == [1, 1]
-    assert [k.correlation for k in trace.gpu] == [2, 3]
+    assert [k.correlation for k in trace.gpu] == [8, 2, 3]  # 8 has no launch in the trace
     ends = {e.name: e.end for e in trace.cpu if e.kind != "call"}
     assert ends == {
-        "one": 16_000, "optimizer": 30_000, "two": 24_000, "other thread": 90_000, "before": 30_000,
+        "one": 16_000, "optimizer": 30_000, "two": 24_000, "other thread": 30_000, "before": 30_000,
     }  # fmt: skip
     attribution = Attribution(trace)
-    assert [r.name for r in attribution.ranges(trace.gpu[1])] == ["optimizer"]
+    assert audit(trace).problem is None
+    assert [r.name for r in attribution.ranges(trace.gpu[2])] == ["optimizer"]
     steps, rule = find_steps(attribution)
     assert [(s.name, s.start, s.end, s.whole) for s in steps] == [
         ("step 7", 12_000, 25_000, True), last

@@ -31,21 +31,23 @@ def remove_own(trace: Trace) -> None:
             for at, one in enumerate(own)
             if event.thread == one.thread and one.start <= event.start < one.end
         ]
-        if inside:
-            if event.correlation:
-                launched[event.correlation] = inside[0]
-        elif event.kind != "call" or event.thread != own[-1].thread or event.start < own[-1].end:
-            kept.append(event)  # the rest are calls that end the recording
+        if not inside:
+            kept.append(event)
+        elif event.correlation:
+            launched[event.correlation] = inside[0]
     found = [launched[w.correlation] for w in trace.gpu if w.correlation in launched]
-    trace.waits = sum(one.name == WAIT for one in own)
+    waits = [one for one in own if one.name == WAIT]
     at_ends = [at for at, one in enumerate(own) if one.name == SENTINEL]
+    trace.waits = len(waits)
     trace.sentinels = [found.count(at) for at in at_ends]
     trace.cpu = kept
     trace.gpu = [w for w in trace.gpu if w.correlation not in launched]
     if len(at_ends) > 1:
         trace.start, trace.end = own[at_ends[0]].end, own[at_ends[-1]].start
-    if trace.waits > 1:
-        _end_open(trace, next(one for one in reversed(own) if one.name == WAIT))
+    elif len(waits) > 1:
+        trace.start, trace.end = waits[0].end, waits[-1].end
+    if len(waits) > 1:
+        _cut(trace, trace.start, waits[-1].start)
 
 
 def _take_marks(trace: Trace) -> None:
@@ -60,8 +62,27 @@ def _take_marks(trace: Trace) -> None:
             trace.steps.append((int(which), event.start))
 
 
-def _end_open(trace: Trace, last: CpuEvent) -> None:
-    """What was open when the window ended: PyTorch has it last until the profiler stopped."""
+def _cut(trace: Trace, begin: int, end: int) -> None:
+    """Take out what other threads did before the region or after it; `end` is where it ended.
+
+    What is open there is cut: PyTorch has it last until the profiler stopped. GPU work is where it
+    was launched; what was launched in the region may run on after it.
+    """
+    kept: list[CpuEvent] = []
+    outside: set[int] = set()
     for event in trace.cpu:
-        if event.thread == last.thread and event.start < last.start and event.end >= last.end:
-            event.end = last.start
+        if event.start < end and event.end > begin:
+            event.start, event.end = max(event.start, begin), min(event.end, end)
+            kept.append(event)
+        elif event.correlation:
+            outside.add(event.correlation)
+    inside = {event.correlation for event in kept}
+    trace.cpu = kept
+    trace.gpu = [
+        work
+        for work in trace.gpu
+        if work.correlation in inside
+        or work.correlation not in outside
+        and begin <= work.start < trace.end
+    ]
+    trace.memory = [one for one in trace.memory if begin <= one.time < end]

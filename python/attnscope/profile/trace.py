@@ -31,8 +31,6 @@ CPU_KINDS = {
     "cuda_driver": "call",
 }
 GPU_KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
-# Of events that start and end together, the outer one: a range is entered before the op in it.
-RANKS = {"range": 0, "python": 1, "op": 2, "call": 3}
 
 
 @dataclass(slots=True)
@@ -303,10 +301,11 @@ class _Builder:
             for arrow, thread, time in self.heads
             if arrow in self.tails
         }
-        trace.cpu.sort(key=lambda e: (e.start, -e.end, RANKS[e.kind]))
+        trace.cpu.sort(key=_order)
         trace.gpu.sort(key=lambda e: (e.start, e.end))
         mend_threads(trace.cpu, trace.gpu)
         remove_own(trace)
+        trace.cpu.sort(key=_order)  # what was cut begins with the window
         nest(trace.cpu)
         calls: dict[int, list[CpuEvent]] = defaultdict(list)
         for event in trace.cpu:
@@ -318,6 +317,11 @@ class _Builder:
                 # CUPTI's ids have 32 bits and come again: the last call before the work is it.
                 before = bisect_right(same, work.start, key=lambda call: call.start)
                 work.launch = same[max(0, before - 1)].index
+
+
+def _order(event: CpuEvent) -> tuple[int, int, int]:
+    """By start; of those that start and end together, the outer one: an op is inside its range."""
+    return event.start, -event.end, ("range", "python", "op", "call").index(event.kind)
 
 
 def nest(events: list[CpuEvent]) -> None:
