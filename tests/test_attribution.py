@@ -400,6 +400,16 @@ def test_captured_launches_are_not_lost() -> None:
     assert all(audit(recording(name).trace).problem is None for name in RECORDINGS)
 
 
+def test_a_capture_may_end_on_another_thread(tmp_path: Path) -> None:
+    path = write_trace(
+        tmp_path / "t.json",
+        launch(1, 10, "cudaStreamBeginCapture_v10000"), launch(2, 12),
+        launch(3, 20, "cudaStreamEndCapture_v10000", tid=2), launch(4, 30),
+    )  # fmt: skip
+    found = audit(Trace.read(path))
+    assert (found.captured, found.launches, len(found.lost)) == (1, 1, 1)
+
+
 def test_launches_of_autograd_are_captured_too(tmp_path: Path) -> None:
     events = [
         launch(1, 0, "cudaStreamBeginCapture_v10000"), launch(2, 10), launch(3, 20, tid=9),
@@ -506,3 +516,30 @@ def test_the_profilers_own_work_is_known_by_its_kernel_where_the_thread_is_not(
     ]  # fmt: skip
     owner = Attribution(trace).op(trace.gpu[0])
     assert owner is not None and owner.name == "mine"
+
+
+def test_a_wait_of_another_thread_meanwhile_is_not_the_profilers(tmp_path: Path) -> None:
+    path = write_trace(
+        tmp_path / "t.json",
+        named(WAIT, 0, 5), named(SENTINEL, 10, 40), launch(1, 12), kernel(1, 14, 15, "spin_kernel"),
+        op("add", 20, 90, tid=2, **{"External id": 1}), named("mine", 5, 95, tid=2),
+        launch(2, 30, tid=2), kernel(2, 45, 50, "spin_kernel"),
+        launch(3, 60, tid=2), kernel(3, 65, 70, "raw"),
+        named(WAIT, 100, 105), named(SENTINEL, 110, 120), launch(4, 112),
+        kernel(4, 114, 115, "spin_kernel"),
+    )  # fmt: skip
+    trace = Trace.read(path)
+    assert trace.sentinels == [1, 1] and [k.name for k in trace.gpu] == ["raw"]
+    assert [r.name for r in Attribution(trace).ranges(trace.gpu[0])] == ["mine"]
+
+
+def test_ranges_are_those_of_the_op_where_clocks_differ(tmp_path: Path) -> None:
+    path = write_trace(
+        tmp_path / "t.json",
+        named("forward", 10, 50), op("mm", 10, 50, **{"External id": 1}),
+        launch(1, 9.8, **{"External id": 1}), kernel(1, 60, 70, **{"External id": 1}),
+    )  # fmt: skip
+    owners = Attribution(Trace.read(path))
+    (work,) = owners.trace.gpu
+    assert [r.name for r in owners.ranges(work)] == ["forward"]
+    assert tables(owners)[2].set_index("range")["gpu_us"]["forward"] == 10.0

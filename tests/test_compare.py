@@ -153,10 +153,11 @@ def test_nothing_in_common_fails_the_gate(files: Callable[..., list[str]]) -> No
         (rows(), H200 | {"power_limit_w": 500.0}, "power_limit_w: A has 700.0, B has 500.0"),
         (rows(), CPU, "device: A has cuda, B has cpu"),
         (rows(l2="warm"), None, "L2 mode: A has cold, B has warm"),
+        (rows(l2="warm")[:1] + rows()[1:], None, "L2 mode: A has cold, B has warm"),
         (rows(sm_clock_mhz=1200), None, "SM clock: B ran at"),
         (rows(), H200 | {"settings": {"rest": 2.0}}, "rest after a sample: A has 0, B has 2"),
     ],
-    ids=["card", "power", "device", "l2", "clock", "rest"],
+    ids=["card", "power", "device", "l2", "one l2", "clock", "rest"],
 )
 def test_other_conditions_are_refused_unless_forced(
     files: Callable[..., list[str]], b: list[Row], env_b: Row | None, said: str

@@ -7,9 +7,12 @@ from pathlib import Path
 import pandas
 import pytest
 from made_trace import RECORDED, MadeTrace, recorded
+from trace_files import kernel, launch, named, op, write_trace
 
-from attnscope.profile.attribution import busy_ns
+from attnscope.profile.attribution import Attribution, busy_ns
 from attnscope.profile.breakdown import PARTS, find_steps, program_window, step_breakdown
+from attnscope.profile.own import WAIT
+from attnscope.profile.trace import Trace
 
 
 def parts(table: pandas.DataFrame) -> pandas.DataFrame:
@@ -90,3 +93,17 @@ def test_program_window(tmp_path: Path) -> None:
     empty = MadeTrace()
     with pytest.raises(ValueError, match="trace: holds no op"):
         program_window(empty.attribution(tmp_path).trace)
+
+
+def test_steps_are_of_one_thread(tmp_path: Path) -> None:
+    """A thread that loads data has ranges that repeat too, and more of them."""
+    load = [named("load", 10 * at, 10 * at + 5, tid=2) for at in range(9)]
+    work = [op("copy", 10 * at, 10 * at + 5, tid=2) for at in range(9)]
+    train = [named("train", 20 + 30 * at, 45 + 30 * at) for at in range(3)]
+    path = write_trace(tmp_path / "t.json", *load, *work, *train, launch(1, 30), kernel(1, 32, 40))
+    steps, rule = find_steps(Attribution(Trace.read(path)))
+    assert [step.name for step in steps] == ["train 0", "train 1", "train 2"]
+    assert rule == "from one outermost range 'train' to the next"
+    waits = [named(WAIT, -9, -5), named(WAIT, 110, 112)]
+    path = write_trace(tmp_path / "t.json", *load, *work, *train, *waits)
+    assert len(find_steps(Attribution(Trace.read(path)))[0]) == 3

@@ -297,6 +297,18 @@ def test_output_is_where_the_command_was_given(
     assert (tmp_path / "out/profile.json").exists() and not (tmp_path / "other/out").exists()
 
 
+def test_threads_are_waited_for_as_python_does(tmp_path: Path) -> None:
+    path = tmp_path / "threads.py"
+    path.write_text(
+        "import threading, time, torch\n"
+        "def work():\n    time.sleep(0.3)\n    torch.ones(8, 8) @ torch.ones(8, 8)\n"
+        "threading.Thread(target=work).start()\n"
+        "threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()\n"
+    )
+    code, out = run(str(path))
+    assert code == 0 and "aten::mm" in out
+
+
 def test_a_range_may_have_quotes_in_its_name(tmp_path: Path) -> None:
     path = tmp_path / "quotes.py"
     path.write_text(SCRIPT.replace('"work"', "'say \"hi\"'"))

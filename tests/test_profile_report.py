@@ -250,7 +250,10 @@ def test_a_kernel_named_nan_stays_a_name(tmp_path: Path) -> None:
 
 def test_csv_has_a_file_for_each_table(tmp_path: Path) -> None:
     found = read("stack")
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv" / "kineto.csv").write_text("of an earlier profile")
     files = write_csv(found, tmp_path / "csv")
+    assert not (tmp_path / "csv" / "kineto.csv").exists()
     assert {path.stem for path in files} == set(profile_tables(found))
     with (tmp_path / "csv" / "allocations.csv").open() as file:
         rows = list(csv.DictReader(file))

@@ -1,6 +1,9 @@
 """Some steps of a training loop: which are recorded, what is cut, what a program notices of it."""
 
 import json
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -51,7 +54,7 @@ def test_steps_are_written_with_the_last_one_included(text: str, steps: range) -
     assert parse_steps(text) == steps
 
 
-@pytest.mark.parametrize("text", ["", "x", "1:", "-1", "1:2:3", "1.5", "5:4"])
+@pytest.mark.parametrize("text", ["", "x", "1:", "-1", "1:2:3", "1.5", "5:4", f"0:{10**10}"])
 def test_what_is_no_steps_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="steps: "):
         parse_steps(text)
@@ -186,6 +189,18 @@ def test_what_goes_wrong_is_raised_at_the_end_not_in_the_optimizer() -> None:
     assert loop.steps == 3
 
 
+def test_optimizers_that_follow_one_another_are_counted_as_one() -> None:
+    with profile(steps=range(3, 5)) as found:
+        for _ in range(3):
+            Loop().run(2)
+    assert calls(found, "aten::addmm") == 2
+    with pytest.raises(ProfileError, match=r"region had 1; .* \(further ones stepped 4 times\)"):
+        with profile(steps=range(3, 5)):
+            loops = [Loop() for _ in range(5)]
+            for loop in loops:
+                loop.run(1)
+
+
 def test_one_object_is_for_one_region_at_a_time() -> None:
     both = profile(steps=range(1, 2))
     with both as found:
@@ -268,7 +283,7 @@ def test_ctrl_c_while_a_record_is_made_leaves_none(
         patch.setattr(session, where, interrupted)
         with pytest.raises(KeyboardInterrupt), twice as found:
             Loop().run(3)
-        with pytest.raises(ProfileError, match="KeyboardInterrupt, nothing is recorded"):
+        with pytest.raises(ProfileError, match="nothing is recorded: KeyboardInterrupt"):
             found.operators()
         # A program may do with it what it likes.
         with pytest.raises(ProfileError, match="interrupted while it was recorded"), twice:
@@ -337,6 +352,32 @@ def test_the_command_ends_the_script_after_its_steps(tmp_path: Path) -> None:
     assert "to the end of each step of the optimizer" in again.output
 
 
+FORKED = """
+import multiprocessing, os, torch
+def train():
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(6):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    os._exit(7)
+child = multiprocessing.get_context("fork").Process(target=train)
+child.start()
+child.join()
+print("child", child.exitcode)
+"""
+
+
+def test_a_forked_process_goes_on(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FORKED)
+    command = [sys.executable, "-m", "attnscope", "profile", "--steps", "2:3", str(script)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert "child 7" in result.stdout
+    assert result.returncode == 2 and "the region had 0" in result.stdout + result.stderr
+
+
 THREADED = """
 import threading, torch
 model = torch.nn.Linear(8, 8)
@@ -350,6 +391,9 @@ def loop():
 WAITS = {
     "join": "thread = threading.Thread(target=loop); thread.start(); thread.join()",
     "queue": "import queue; threading.Thread(target=loop).start(); queue.Queue().get()",
+    "at the end": "threading.Thread(target=loop).start()",
+    "unhandled": "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+    "thread = threading.Thread(target=loop); thread.start(); thread.join(); raise SystemExit",
     "pool": "from concurrent.futures import ThreadPoolExecutor as Pool\n"
     "with Pool(1) as pool: pool.submit(loop).result()",
 }
@@ -362,9 +406,12 @@ def test_a_loop_in_another_thread_ends_with_what_waits_for_it(
     tmp_path: Path, wait: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "train.py"
-    script.write_text(f"{THREADED}{WAITS[wait]}\nprint('went on')\n")
+    went_on = "" if wait == "at the end" else "print('went on')"
+    script.write_text(f"{THREADED}{WAITS[wait]}\n{went_on}\n")
     command = ["profile", "--steps", "2:3", str(script)]
+    handler = signal.getsignal(signal.SIGINT)
     result = CliRunner().invoke(build("profile"), command)
+    signal.signal(signal.SIGINT, handler)
     assert result.exit_code == 0 and "aten::addmm" in result.output
     assert "took 2" in result.output and "took 3" not in result.output
     assert "went on" not in result.output

@@ -104,6 +104,18 @@ def test_a_sample_for_which_the_host_came_late_is_taken_again_with_a_longer_lead
     assert timer.leads == pytest.approx([0.17, 0.34, 0.68, 0.68, 0.68])
 
 
+def test_a_sample_that_is_taken_again_has_inputs_of_its_own():
+    class Second(NeedsLead):
+        def measure(self, call, lead_ms: float) -> Sample:
+            call()
+            return Sample(1.0, late=len(used) == 2)
+
+    used: list[int] = []
+    calls = [lambda i=i: used.append(i) for i in range(3)]
+    time_interleaved({"a": calls}, Second(0.0), fixed(4))
+    assert used == [0, 1, 2, 0, 1]
+
+
 def test_samples_of_a_call_that_is_always_late_are_counted():
     timer = NeedsLead(launch_ms=1e9)
     timing = time_interleaved({"a": [lambda: None]}, timer, fixed(3))["a"]

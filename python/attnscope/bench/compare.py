@@ -149,10 +149,9 @@ def differences(env_a: Row, env_b: Row, pairs: Sequence[Pair]) -> tuple[list[str
     ]
     timed = [(pair.a, pair.b) for pair in pairs if pair.ratio and pair.a and pair.b]
     for key, name in (("l2", "L2 mode"), ("timer", "timer")):
-        has_a, has_b = ({str(rows[side].get(key)) for rows in timed} for side in (0, 1))
-        if has_a != has_b:
-            told_a, told_b = (", ".join(sorted(has)) for has in (has_a, has_b))
-            refused.append(f"{name}: A has {told_a}, B has {told_b}")
+        for one, other in sorted({(str(a.get(key)), str(b.get(key))) for a, b in timed}):
+            if one != other:
+                refused.append(f"{name}: A has {one}, B has {other}")
     rests = [(env.get("settings") or {}).get("rest", 0.0) for env in (env_a, env_b)]
     if env_a.get("device") == "cuda" and rests[0] != rests[1]:
         refused.append(f"rest after a sample: A has {rests[0]:g}, B has {rests[1]:g} times it")

@@ -10,6 +10,7 @@ sample to sample. On a CPU it is a wall clock.
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -224,11 +225,12 @@ def time_interleaved(
     timings = {name: Timing() for name in calls}
     leads_ms = dict.fromkeys(calls, 0.0)
     retakes = dict.fromkeys(calls, _MOST_RETAKES)
+    inputs = {name: itertools.cycle(turns) for name, turns in calls.items()}
     active = list(calls)
 
-    def guarded(step: Callable[..., None], name: str, *arguments: int) -> None:
+    def guarded(step: Callable[[str], None], name: str) -> None:
         try:
-            step(name, *arguments)
+            step(name)
         except Exception as error:
             timings[name].error = error
             active.remove(name)
@@ -241,15 +243,17 @@ def time_interleaved(
             lead_ms = _LEAST_LEAD_MS + _LEAD * (timings[name].enqueue_ms or 0.0)
             leads_ms[name] = min(max(leads_ms[name], lead_ms), _MOST_LEAD_MS)
 
-    def sample(name: str, turn: int) -> None:
-        call = calls[name][turn % len(calls[name])]
-        taken = timer.measure(call, leads_ms[name])
+    def sample(name: str) -> None:
+        taken = measure(name)
         while taken.late and retakes[name]:
             retakes[name] -= 1
             leads_ms[name] = min(2 * leads_ms[name], _MOST_LEAD_MS)
-            taken = timer.measure(call, leads_ms[name])
+            taken = measure(name)
         timings[name].samples_ms.append(taken.ms)
         timings[name].late += taken.late
+
+    def measure(name: str) -> Sample:
+        return timer.measure(next(inputs[name]), leads_ms[name])
 
     with nvtx_range(WARMUP):
         for name in calls:
@@ -263,5 +267,5 @@ def time_interleaved(
         rng.shuffle(order)
         for name in order:
             if name in active:
-                guarded(sample, name, turn)
+                guarded(sample, name)
     return timings

@@ -86,8 +86,8 @@ class Attribution:
         thread that called backward.
         """
         if isinstance(event, GpuEvent):
-            if event.launch < 0:
-                op = self.op(event)
+            op = self.op(event)
+            if event.launch < 0 or op is not self._op_by_time(event):
                 return self.ranges(op) if op else ()
             event = self.trace.cpu[event.launch]
         own = tuple(self.trace.cpu[at] for at in self._open[event.index])

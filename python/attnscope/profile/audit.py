@@ -60,14 +60,14 @@ def audit(trace: Trace) -> Audit:
     """Join launch calls and GPU work of a trace, both ways."""
     found = Audit(sentinels=list(trace.sentinels))
     started = {work.launch for work in trace.gpu}
-    capturing: set[int] = set()
+    capturing = 0  # streams, of whatever thread: a capture may end on another one than it began
     for event in trace.cpu:
         if event.kind != "call":
             continue
         if event.name.startswith(BEGIN_CAPTURE):
-            capturing.add(event.thread)
+            capturing += 1
         elif event.name.startswith(END_CAPTURE):
-            capturing.discard(event.thread)
+            capturing = max(0, capturing - 1)
         elif LAUNCH.match(event.name):
             if event.index in started:
                 found.launches += 1

@@ -60,7 +60,8 @@ def find_steps(attribution: Attribution) -> tuple[list[Step], str]:
 
     Steps are those of the optimizer, where these were asked for (`profile(steps=...)`), else the
     profiler's own ("ProfilerStep#N", made by profiler.step()), else what begins with each
-    occurrence of the first outermost range that repeats, else the whole program. A step lasts until
+    occurrence of the first outermost range that repeats (on one thread: of those that have such a
+    range the one that launches most, or the region's), else the whole program. A step lasts until
     the GPU work launched in it is done; the next one begins no earlier.
     """
     trace = attribution.trace
@@ -72,11 +73,17 @@ def find_steps(attribution: Attribution) -> tuple[list[Step], str]:
     elif own:
         found, rule = [Step(e.name, e.start, e.end) for e in own], "the profiler's steps"
     else:
-        counts = Counter(e.name for e in outer)
-        name = next((e.name for e in outer if counts[e.name] > 1), None)
-        if name is None:
+        counts = Counter((e.thread, e.name) for e in outer)
+        again = [e for e in outer if counts[e.thread, e.name] > 1]
+        if not again:
             return [Step("all", begin, end)], "the whole program"
-        starts = [e.start for e in outer if e.name == name]
+        launches = Counter(trace.cpu[w.launch].thread for w in trace.gpu if w.launch >= 0)
+        ops = Counter(e.thread for e in trace.cpu if e.kind == "op")
+        first = max(
+            again, key=lambda e: (launches[e.thread], e.thread == trace.thread, ops[e.thread])
+        )
+        name = first.name
+        starts = [e.start for e in outer if (e.thread, e.name) == (first.thread, name)]
         ends = [*starts[1:], end]
         found = [
             Step(f"{name} {i}", *span) for i, span in enumerate(zip(starts, ends, strict=True))

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -121,34 +122,45 @@ class _Script:
         self.ended = False
 
     def run(self) -> int:
-        """Run it to its end; the code it exits with, 1 for an exception, which is printed."""
+        """Run it to its end, and that of threads it started; the code it exits with."""
         self.ended = False
         before = sys.argv, sys.path[:]
+        others = threading.enumerate()
+        code, failure = 0, None
         sys.argv = [self.target, *self.arguments]
         sys.path.insert(0, "" if self.module else str(Path(self.target).resolve().parent))
         try:
-            if self.module:
-                runpy.run_module(self.target, run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(self.target, run_name="__main__")
-        except SystemExit as end:
-            if isinstance(end.code, str):
-                print(end.code, file=sys.stderr)
-            return end.code if isinstance(end.code, int) else int(end.code is not None)
+            try:
+                if self.module:
+                    runpy.run_module(self.target, run_name="__main__", alter_sys=True)
+                else:
+                    runpy.run_path(self.target, run_name="__main__")
+            except SystemExit as end:
+                if end.code is not None and not isinstance(end.code, int):
+                    print(end.code, file=sys.stderr)
+                code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            except Exception as error:
+                failure = error
+            while not self.ended and (rest := _threads_to_wait_for(others)):
+                rest[0].join()
         except KeyboardInterrupt:
             if not self.ended:
                 raise
         finally:
             sys.argv, sys.path[:] = before
-        return 0
+        if failure is not None:
+            raise failure
+        return code
 
     def end(self) -> None:
         """Called in the script: it exits here, as by sys.exit()."""
-        elsewhere = threading.current_thread() is not threading.main_thread()
-        if elsewhere and not self.ended:
-            # This ends the thread; what waits for it, or would go on without it, is interrupted.
-            self.ended = True
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        first, self.ended = not self.ended, True
+        main = threading.main_thread()
+        # The exit ends this thread; a main one that waits for it, or goes on, is interrupted: if
+        # Python handles the signal, which else would end the process with all that was recorded.
+        handled = callable(signal.getsignal(signal.SIGINT))
+        if first and handled and threading.current_thread() is not main:
+            signal.pthread_kill(main.ident or 0, signal.SIGINT)
         raise SystemExit
 
     def frames(self, error: Exception) -> TracebackType | None:
@@ -157,6 +169,11 @@ class _Script:
         while frame and frame.tb_frame.f_globals.get("__name__") != "__main__":
             frame = frame.tb_next
         return frame or error.__traceback__
+
+
+def _threads_to_wait_for(others: Sequence[threading.Thread]) -> list[threading.Thread]:
+    """Those that Python would wait for at the end of the program, without `others`."""
+    return [one for one in threading.enumerate() if not one.daemon and one not in others]
 
 
 def _is_module(name: str) -> bool:
@@ -191,9 +208,12 @@ def _record(run: _Script, retries: int, options: dict[str, Any]) -> tuple[Profil
                 say(f"profile: {error}. Running the script again", "yellow", stderr=True)
                 continue
         except ProfileError as error:
+            if code:  # the script's own failure comes first
+                say(f"profile: {error}", "red", stderr=True)
+                raise typer.Exit(code) from None
             raise ValueError(str(error)) from None
         except KeyboardInterrupt:
-            code = INTERRUPTED
+            code = code if run.ended and found.filled else INTERRUPTED
         except Exception as error:
             if ended:
                 say(f"profile: the record cannot be read: {type(error).__name__}: {error}", "red")

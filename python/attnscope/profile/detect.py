@@ -153,13 +153,14 @@ def _starvation(attribution: Attribution) -> Finding | None:
     kernels = trace.kernels
     if len(kernels) < STEADY_LAUNCHES:
         return None
+    overhead = _overhead_before(trace)
     starved: dict[str, list[int]] = defaultdict(list)
     total, until = 0, trace.gpu[0].start
     for work in trace.gpu:
         if work.launch >= 0 and work.start > until:
             launched = min(work.start, trace.cpu[work.launch].end)
-            gap = launched - until - _overhead(trace, until, launched)
-            if gap > 0:
+            gap = launched - until
+            if gap > 0 and (gap := gap - overhead(launched) + overhead(until)) > 0:
                 total += gap
                 ranges = attribution.ranges(work)
                 starved[ranges[0].name if ranges else "(no range)"].append(gap)
@@ -183,9 +184,17 @@ def _starvation(attribution: Attribution) -> Finding | None:
     )
 
 
-def _overhead(trace: Trace, start: int, end: int) -> int:
-    """Nanoseconds between two times that the profiler's own work took."""
-    return sum(max(0, min(o.end, end) - max(o.start, start)) for o in trace.overhead)
+def _overhead_before(trace: Trace) -> Callable[[int], int]:
+    """Nanoseconds that the profiler's own work had taken at a time."""
+    starts = sorted(one.start for one in trace.overhead)
+    ends = sorted(one.end for one in trace.overhead)
+    begun, ended = (list(accumulate(times, initial=0)) for times in (starts, ends))
+
+    def before(time: int) -> int:
+        started, done = bisect_left(starts, time), bisect_left(ends, time)
+        return started * time - begun[started] - (done * time - ended[done])
+
+    return before
 
 
 def _unfused_attention(attribution: Attribution, counts: FlopCounts) -> Finding | None:

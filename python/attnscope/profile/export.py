@@ -27,6 +27,10 @@ SCHEMA = 1
 PROCESS = 7_000_000  # of our rows, in a trace viewer; no real process has so high a number
 EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
 CHUNK = 1 << 20  # characters
+TABLES = (
+    "operators", "kernels", "stages", "copies", "modules", "memory", "allocations", "links",
+    "lines", "steps", "kineto",
+)  # fmt: skip
 SORT_INDEX = 6_000_000  # below PyTorch's rows of GPUs, which are at 5,000,000
 
 
@@ -64,10 +68,14 @@ def allocations(attribution: Attribution) -> pandas.DataFrame:
 
 
 def write_csv(profile: Profile, folder: str | os.PathLike[str]) -> list[Path]:
-    """Write each table as `<name>.csv`; returns the files."""
+    """Write each table as `<name>.csv`, remove those of an earlier profile; returns the files."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     written = []
-    for name, table in profile_tables(profile).items():
+    tables = profile_tables(profile)
+    for name in TABLES:
+        if name not in tables:
+            (Path(folder) / f"{name}.csv").unlink(missing_ok=True)
+    for name, table in tables.items():
         written.append(Path(folder) / f"{name}.csv")
         table.to_csv(written[-1], index=False)
     return written

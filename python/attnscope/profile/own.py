@@ -47,6 +47,7 @@ def remove_own(trace: Trace) -> None:
     elif len(waits) > 1:
         trace.start, trace.end = waits[0].end, waits[-1].end
     if len(waits) > 1:
+        trace.thread = waits[-1].thread
         _cut(trace, trace.start, waits[-1].start)
 
 

@@ -73,8 +73,9 @@ class Profile:
 
     def __getattr__(self, name: str) -> Any:
         if name in Profile.__annotations__:
-            why = self.interrupted or "the region has not ended yet"
-            raise ProfileError(f"{name}: {why}, nothing is recorded")
+            if self.interrupted:
+                raise ProfileError(f"nothing is recorded: {self.interrupted}")
+            raise ProfileError(f"{name}: the region has not ended yet, nothing is recorded")
         raise AttributeError(name)
 
     @classmethod

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,7 @@ from attnscope.profile.own import STEP, STEPS_END
 if TYPE_CHECKING:
     from attnscope.profile.result import Profile
 
-_STEPS = re.compile(r"(\d+)(?::(\d+))?")
+_STEPS = re.compile(r"(\d{1,9})(?::(\d{1,9}))?")
 
 
 def parse_steps(text: str) -> range:
@@ -35,8 +37,8 @@ class StepWindow:
     """Begins and ends the record of a region where `steps` of it do.
 
     Step 0 begins with the region, the others where the first optimizer of torch.optim that is
-    called has stepped; further ones, as a GAN has, are not counted. What goes wrong is raised where
-    the region ends, not in the program's optimizer. `after` is called there, in the program, by
+    called has stepped; further ones, as a GAN has, are not counted while it lives. What goes wrong
+    is raised where the region ends, not in the program's optimizer. `after` is called there, by
     each step after those recorded; what it raises is the program's.
     """
 
@@ -51,8 +53,8 @@ class StepWindow:
     ) -> None:
         self._steps, self._found = steps, found
         self._begin, self._end, self._wait, self._after = begin, end, wait, after
-        self._optimizer: Any = None
-        self._ended = 0  # steps of the region
+        self._optimizer: Callable[[], Any] = lambda: None
+        self._ended = self._others = 0  # steps of the region, and those of further optimizers
         self._before: float | None = None  # when as many steps as will be recorded began
         self._began = self._done = self._closed = False
         self._failure: Exception | None = None
@@ -62,6 +64,7 @@ class StepWindow:
         """The region begins."""
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
+        self._process = os.getpid()
         self._hook = register_optimizer_step_post_hook(self._stepped)
         self._step_begins(0)
 
@@ -77,7 +80,8 @@ class StepWindow:
             return  # whole, or interrupted while it was made
         few = ProfileError(
             f"steps: {self._steps.start} is the first to record, and the region had "
-            f"{self._ended}; a step ends where an optimizer of torch.optim has stepped"
+            f"{self._ended}; a step ends where its first optimizer, of torch.optim, has stepped"
+            + (f" (further ones stepped {self._others} times)" if self._others else "")
         )
         if not reached:
             raise few
@@ -91,16 +95,20 @@ class StepWindow:
         self._found.unprofiled_reason = "fewer steps were recorded"
 
     def _stepped(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if os.getpid() != self._process:
+            return  # forked: not the region, and the lock may never be free there
         with self._lock:
             if self._closed or _captured():
                 return
-            if self._optimizer is None:
-                self._optimizer = optimizer
-            if optimizer is self._optimizer:
-                self._ended += 1
-                self._step_begins(self._ended)
-                if self._done and self._after is not None:
-                    self._after()
+            if self._optimizer() is None:
+                self._optimizer = weakref.ref(optimizer)
+            if self._optimizer() is not optimizer:
+                self._others += 1
+                return
+            self._ended += 1
+            self._step_begins(self._ended)
+            if self._done and self._after is not None:
+                self._after()
 
     def _step_begins(self, step: int) -> None:
         if self._done:

@@ -24,18 +24,26 @@ def mend_threads(events: Sequence[CpuEvent], gpu: Iterable[GpuEvent]) -> None:
     """Give calls the thread that made them; `events` must be sorted by start.
 
     What proves it: the external id of a call is that of the op open on its thread; the kernels of a
-    sentinel are launched by the thread of the sentinel. Other calls with the same number are of the
-    thread of a proof before or after them: of threads with one pthread id the next begins after the
-    last one has ended, so a call lies within the life of one, or is of the one nearer in time.
+    sentinel are launched by its thread, unless that of their number is alive. Other calls with the
+    same number are of the thread of a proof before or after them: of threads with one pthread id
+    the next begins after the last one has ended, so a call lies within the life of one, or is of
+    the one nearer in time.
     """
     ops = {e.external_id: e.thread for e in events if e.kind == "op" and e.external_id}
     sentinels = [e for e in events if e.kind == "range" and e.name == SENTINEL]
     own = {work.correlation for work in gpu if sentinels and SENTINEL_KERNEL in work.name}
     calls = [event for event in events if event.kind == "call"]
+    begin: dict[int, int] = {}
+    end: dict[int, int] = {}
+    for event in events:
+        if event.kind != "call":
+            begin.setdefault(event.thread, event.start)
+            end[event.thread] = max(end.get(event.thread, 0), event.end)
     proofs: dict[int, Proofs] = defaultdict(list)
     for call in calls:
         thread = ops.get(call.external_id)
-        if thread is None and call.correlation in own:
+        alive = begin.get(call.thread, call.start + 1) <= call.start < end.get(call.thread, 0)
+        if thread is None and call.correlation in own and not alive:
             around = (one.thread for one in sentinels if one.start <= call.start < one.end)
             thread = next(around, None)
         if thread is not None:
@@ -45,14 +53,6 @@ def mend_threads(events: Sequence[CpuEvent], gpu: Iterable[GpuEvent]) -> None:
         for number, proofs in proofs.items()
         if any(thread != number for _, thread in proofs)
     }
-    if not proofs:
-        return
-    begin: dict[int, int] = {}
-    end: dict[int, int] = {}
-    for event in events:
-        if event.kind != "call":
-            begin.setdefault(event.thread, event.start)
-            end[event.thread] = max(end.get(event.thread, 0), event.end)
     for call in calls:
         if found := proofs.get(call.thread):
             at = bisect_right(found, call.start, key=lambda proof: proof[0])

@@ -118,7 +118,8 @@ class Trace:
     `arrows` leads from thread and start of a backward op to the thread of its forward op.
     `start` and `end` are the window: between the sentinels where there are two, else the whole
     recording. `sentinels` has the kernels found in each sentinel, and nothing else has them.
-    `waits` counts the profiler's own waits for the device: one at each end of a region. `steps` has
+    `waits` counts the profiler's own waits for the device: one at each end of a region, and
+    `thread` is the one that ended it. `steps` has
     the number of each step that was told to begin, and when; `steps_end` is when the last of them
     ended, None where the program ended first.
     """
@@ -131,6 +132,7 @@ class Trace:
     arrows: dict[tuple[int, int], int] = field(default_factory=dict)
     sentinels: list[int] = field(default_factory=list)
     waits: int = 0
+    thread: int | None = None
     steps: list[tuple[int, int]] = field(default_factory=list)
     steps_end: int | None = None
     start: int = 0
@@ -150,7 +152,7 @@ class Trace:
                     if key == "traceEvents":
                         builder.add_checked(value, path)
                     elif key == "deviceProperties":
-                        trace.devices = plain(value)
+                        trace.devices = plain(value) or []
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(f"{path}: cut off or damaged: {error}") from None
         except OSError as error:
