@@ -543,3 +543,17 @@ def test_ranges_are_those_of_the_op_where_clocks_differ(tmp_path: Path) -> None:
     (work,) = owners.trace.gpu
     assert [r.name for r in owners.ranges(work)] == ["forward"]
     assert tables(owners)[2].set_index("range")["gpu_us"]["forward"] == 10.0
+
+
+def test_what_a_region_cuts_is_no_capture_that_began_before_it(tmp_path: Path) -> None:
+    path = write_trace(
+        tmp_path / "t.json",
+        named(WAIT, 0, 5), launch(1, 2, "cudaStreamBeginCapture_v10000", tid=2),
+        launch(2, 12, tid=2), launch(3, 20, "cudaStreamEndCapture_v10000", tid=2),
+        op("mine", 30, 40), kernel(0, 2, 3), kernel(0, 33, 35), named(WAIT, 50, 55),
+        kernel(0, 80, 81),
+    )  # fmt: skip
+    trace = Trace.read(path)
+    found = audit(trace)
+    assert (found.captured, found.launches, found.problem) == (1, 0, None)
+    assert [work.start for work in trace.gpu] == [33_000]  # no correlation, by its time

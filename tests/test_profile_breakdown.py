@@ -7,9 +7,9 @@ from pathlib import Path
 import pandas
 import pytest
 from made_trace import RECORDED, MadeTrace, recorded
-from trace_files import kernel, launch, named, op, write_trace
+from trace_files import Event, kernel, launch, named, op, write_trace
 
-from attnscope.profile.attribution import Attribution, busy_ns
+from attnscope.profile.attribution import ENGINE, Attribution, busy_ns
 from attnscope.profile.breakdown import PARTS, find_steps, program_window, step_breakdown
 from attnscope.profile.own import WAIT
 from attnscope.profile.trace import Trace
@@ -107,3 +107,19 @@ def test_steps_are_of_one_thread(tmp_path: Path) -> None:
     waits = [named(WAIT, -9, -5), named(WAIT, 110, 112)]
     path = write_trace(tmp_path / "t.json", *load, *work, *train, *waits)
     assert len(find_steps(Attribution(Trace.read(path)))[0]) == 3
+
+
+def test_steps_are_not_those_of_an_autograd_thread(tmp_path: Path) -> None:
+    events: list[Event] = []
+    for at in range(3):
+        begin, sequence = 1000 * at, {"Sequence number": at, "Fwd thread id": 1}
+        events += [named("forward", begin, begin + 300), op("mm", begin + 10, begin + 50)]
+        events += [launch(100 + at, begin + 20), kernel(100 + at, begin + 30, begin + 90)]
+        events.append(op(f"{ENGINE}MmBackward0", begin + 400, begin + 700, tid=9, **sequence))
+        for part in range(3):
+            number, start = 10 * at + part + 1, begin + 410 + 90 * part
+            events.append(named("nccl:all_reduce", start, start + 50, tid=9))
+            events += [launch(number, start + 5, tid=9), kernel(number, start + 9, start + 30)]
+    path = write_trace(tmp_path / "t.json", *events)
+    steps, _ = find_steps(Attribution(Trace.read(path)))
+    assert [step.name for step in steps] == ["forward 0", "forward 1", "forward 2"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas
 import pytest
+import torch
 from rich.cells import cell_len
 from rich.console import Console
 from trace_files import RECORDED, kernel, launch, named, op, write_trace
@@ -307,6 +308,47 @@ def test_threads_are_waited_for_as_python_does(tmp_path: Path) -> None:
     )
     code, out = run(str(path))
     assert code == 0 and "aten::mm" in out
+
+
+def test_workers_of_executors_are_not_waited_for(tmp_path: Path) -> None:
+    """Nor the cached ones of torch.compile: Python tells them to end when it does."""
+    path = tmp_path / "pool.py"
+    path.write_text(
+        "import concurrent.futures, torch\n"
+        "torch.pool_of_a_test = concurrent.futures.ThreadPoolExecutor(2)\n"
+        "torch.pool_of_a_test.submit(lambda: torch.ones(8, 8) @ torch.ones(8, 8)).result()\n"
+    )
+    code, out = run(str(path))
+    torch.pool_of_a_test.shutdown()  # type: ignore[attr-defined]
+    assert code == 0 and "aten::mm" in out
+
+
+def test_a_failure_is_told_before_threads_are_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "fails.py"
+    path.write_text(
+        "import threading, time\n"
+        "threading.Thread(target=time.sleep, args=(2,)).start()\n"
+        "raise RuntimeError('the reason')\n"
+    )
+    command = [sys.executable, "-m", "attnscope", "profile", str(path)]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert running.stderr is not None
+    lines = iter(running.stderr.readline, "")
+    assert any("the reason" in line for line in lines) and running.poll() is None
+    out, _ = running.communicate()
+    assert running.returncode == 1 and "ended by RuntimeError: the reason" in out.replace("\n", " ")
+
+
+def test_a_fork_that_exits_ends_there(tmp_path: Path) -> None:
+    path = tmp_path / "forks.py"
+    path.write_text(
+        "import os, sys, torch\ntorch.ones(8)\nchild = os.fork()\n"
+        "if not child:\n    sys.exit(3)\n"
+        "print('child', os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    command = [sys.executable, "-m", "attnscope", "profile", str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0 and "child 3" in result.stdout
 
 
 def test_a_range_may_have_quotes_in_its_name(tmp_path: Path) -> None:

@@ -252,6 +252,9 @@ def test_csv_has_a_file_for_each_table(tmp_path: Path) -> None:
     found = read("stack")
     (tmp_path / "csv").mkdir()
     (tmp_path / "csv" / "kineto.csv").write_text("of an earlier profile")
+    write_csv(found, tmp_path / "csv")
+    assert (tmp_path / "csv" / "kineto.csv").exists()  # or somebody else's
+    (tmp_path / "csv" / "profile.json").write_text("{}")
     files = write_csv(found, tmp_path / "csv")
     assert not (tmp_path / "csv" / "kineto.csv").exists()
     assert {path.stem for path in files} == set(profile_tables(found))

@@ -260,9 +260,14 @@ def test_the_optimizer_may_step_inside_backward(device: str) -> None:
 
 def test_allocations_that_cannot_be_recorded_are_an_error_and_profiling_goes_on() -> None:
     """PyTorch ends the process where it is asked for such a record."""
-    for run in (stepped_in_backward, lambda: in_thread(lambda: Loop().run(5))):
+    cases = [
+        (run, steps)
+        for run in (stepped_in_backward, lambda: in_thread(lambda: Loop().run(5)))
+        for steps in (range(2, 9), range(2, 4), range(2))  # the last begin in the right place
+    ]
+    for run, steps in cases:
         with pytest.raises(ProfileError, match="memory: allocations are recorded in one thread"):
-            with profile(steps=range(2, 9), memory=True):
+            with profile(steps=steps, memory=True):
                 run()
         with profile(memory=True) as found:
             Loop().run(1)

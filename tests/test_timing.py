@@ -120,7 +120,7 @@ def test_samples_of_a_call_that_is_always_late_are_counted():
     timer = NeedsLead(launch_ms=1e9)
     timing = time_interleaved({"a": [lambda: None]}, timer, fixed(3))["a"]
     assert len(timing.samples_ms) == timing.late == 3
-    assert timer.leads[-3:] == [10.0] * 3 and len(timer.leads) == 3 + 20
+    assert timer.leads[-3:] == [10.0] * 3 and len(timer.leads) == 3 + 12
 
 
 class Pauses(NeedsLead):
@@ -128,7 +128,7 @@ class Pauses(NeedsLead):
 
     def measure(self, call, lead_ms: float) -> Sample:
         self.leads.append(lead_ms)
-        late = len(self.leads) % 4 == 0
+        late = len(self.leads) % 8 == 0
         return Sample(1.0 + 5 * late, late)
 
 

@@ -111,12 +111,12 @@ class Attribution:
         It is the thread of the forward, or the one in Python's call of the engine where stacks
         were recorded, or the only one that could wait. Of several none is guessed.
         """
-        if event.thread not in self._autograd_threads:
+        if event.thread not in self.autograd_threads:
             return None
         at = self._outermost[event.index]
         outer = self.trace.cpu[at] if at >= 0 else event
         inside, blind = [], []
-        for thread in self._by_thread.keys() - self._autograd_threads:
+        for thread in self._by_thread.keys() - self.autograd_threads:
             around = self._open_at(thread, outer.start)
             if any(map(_is_call, around)):
                 inside.append(thread)
@@ -155,7 +155,7 @@ class Attribution:
         inside backward ops of the engine apart."""
         starts: dict[int, list[int]] = {}
         for event in self.trace.cpu:
-            if event.kind in ("op", "range") and event.thread not in self._autograd_threads:
+            if event.kind in ("op", "range") and event.thread not in self.autograd_threads:
                 own = starts.setdefault(event.thread, [])
                 if event.kind == "op" and not self._in_engine[event.index]:
                     own.append(event.start)
@@ -170,7 +170,7 @@ class Attribution:
         return found
 
     @cached_property
-    def _autograd_threads(self) -> set[int]:
+    def autograd_threads(self) -> set[int]:
         """Threads that the engine runs backward on while another thread waits.
 
         Such a thread begins with a backward op that nothing called. What it runs outside them is
@@ -200,12 +200,12 @@ class Attribution:
         found: dict[int, tuple[int, int]] = {}
         before: dict[int, tuple[int, int]] = {}
         for event in self.trace.cpu:
-            if event.thread not in self._autograd_threads:
+            if event.thread not in self.autograd_threads:
                 continue
             if self._outermost[event.index] != event.index:
                 continue
             thread = self._forward_threads.get(event.forward_thread)
-            if thread in self._autograd_threads:
+            if thread in self.autograd_threads:
                 forward = self.forward_op(event)
                 inner = found.get(self._outermost[forward.index]) if forward else None
                 thread = inner[0] if inner else None

@@ -60,14 +60,15 @@ def audit(trace: Trace) -> Audit:
     """Join launch calls and GPU work of a trace, both ways."""
     found = Audit(sentinels=list(trace.sentinels))
     started = {work.launch for work in trace.gpu}
-    capturing = 0  # streams, of whatever thread: a capture may end on another one than it began
+    capturing: Counter[int] = Counter()  # by thread; of any, since backward is captured elsewhere
     for event in trace.cpu:
         if event.kind != "call":
             continue
         if event.name.startswith(BEGIN_CAPTURE):
-            capturing += 1
+            capturing[event.thread] += 1
         elif event.name.startswith(END_CAPTURE):
-            capturing = max(0, capturing - 1)
+            if capturing:  # one of this thread first: it may end on another than it began
+                capturing -= Counter([event.thread if capturing[event.thread] else min(capturing)])
         elif LAUNCH.match(event.name):
             if event.index in started:
                 found.launches += 1

@@ -61,7 +61,7 @@ def find_steps(attribution: Attribution) -> tuple[list[Step], str]:
     Steps are those of the optimizer, where these were asked for (`profile(steps=...)`), else the
     profiler's own ("ProfilerStep#N", made by profiler.step()), else what begins with each
     occurrence of the first outermost range that repeats (on one thread: of those that have such a
-    range the one that launches most, or the region's), else the whole program. A step lasts until
+    range the one that launches most, autograd's last), else the whole program. A step lasts until
     the GPU work launched in it is done; the next one begins no earlier.
     """
     trace = attribution.trace
@@ -77,6 +77,7 @@ def find_steps(attribution: Attribution) -> tuple[list[Step], str]:
         again = [e for e in outer if counts[e.thread, e.name] > 1]
         if not again:
             return [Step("all", begin, end)], "the whole program"
+        again = [e for e in again if e.thread not in attribution.autograd_threads] or again
         launches = Counter(trace.cpu[w.launch].thread for w in trace.gpu if w.launch >= 0)
         ops = Counter(e.thread for e in trace.cpu if e.kind == "op")
         first = max(

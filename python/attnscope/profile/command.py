@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread
+import os
 import runpy
 import signal
 import sys
@@ -120,13 +122,15 @@ class _Script:
         self.target, self.arguments, self.module = target, arguments, module
         self.name = target if module else Path(target).stem
         self.ended = False
+        self.failure: Exception | None = None  # of the script; printed
 
     def run(self) -> int:
         """Run it to its end, and that of threads it started; the code it exits with."""
         self.ended = False
         before = sys.argv, sys.path[:]
         others = threading.enumerate()
-        code, failure = 0, None
+        process, code = os.getpid(), 0
+        self.failure = None
         sys.argv = [self.target, *self.arguments]
         sys.path.insert(0, "" if self.module else str(Path(self.target).resolve().parent))
         try:
@@ -140,16 +144,20 @@ class _Script:
                     print(end.code, file=sys.stderr)
                 code = end.code if isinstance(end.code, int) else int(end.code is not None)
             except Exception as error:
-                failure = error
+                traceback.print_exception(error.with_traceback(self.frames(error)))
+                self.failure, code = error, 1
+            if os.getpid() != process:  # a fork of the script, which ends here
+                sys.stdout.flush()
+                os._exit(code)
             while not self.ended and (rest := _threads_to_wait_for(others)):
                 rest[0].join()
         except KeyboardInterrupt:
-            if not self.ended:
+            if not self.ended and self.failure is None:
                 raise
         finally:
             sys.argv, sys.path[:] = before
-        if failure is not None:
-            raise failure
+        if self.failure is not None:
+            raise self.failure
         return code
 
     def end(self) -> None:
@@ -172,8 +180,16 @@ class _Script:
 
 
 def _threads_to_wait_for(others: Sequence[threading.Thread]) -> list[threading.Thread]:
-    """Those that Python would wait for at the end of the program, without `others`."""
-    return [one for one in threading.enumerate() if not one.daemon and one not in others]
+    """Those that Python would wait for at the end of the program, without `others`.
+
+    Nor workers of executors: Python tells these to end first, and no new ones could be started.
+    """
+    workers = concurrent.futures.thread._threads_queues
+    return [
+        one
+        for one in threading.enumerate()
+        if not one.daemon and one not in others and one not in workers
+    ]
 
 
 def _is_module(name: str) -> bool:
@@ -192,7 +208,7 @@ def _is_module(name: str) -> bool:
 
 def _record(run: _Script, retries: int, options: dict[str, Any]) -> tuple[Profile, int]:
     """Run the script until nothing is lost, and say how it ended."""
-    code = 0
+    found, code = Profile(run.name), 0
     for left in range(retries, -1, -1):
         ended = False
         try:
@@ -213,12 +229,15 @@ def _record(run: _Script, retries: int, options: dict[str, Any]) -> tuple[Profil
                 raise typer.Exit(code) from None
             raise ValueError(str(error)) from None
         except KeyboardInterrupt:
+            if not found.filled:
+                found.interrupted = found.interrupted or "KeyboardInterrupt"
             code = code if run.ended and found.filled else INTERRUPTED
         except Exception as error:
             if ended:
                 say(f"profile: the record cannot be read: {type(error).__name__}: {error}", "red")
                 raise typer.Exit(code or 1) from None
-            traceback.print_exception(error.with_traceback(run.frames(error)))
+            if error is not run.failure:
+                traceback.print_exception(error)
             code = 1
         break
     return found, code

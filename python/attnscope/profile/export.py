@@ -68,11 +68,14 @@ def allocations(attribution: Attribution) -> pandas.DataFrame:
 
 
 def write_csv(profile: Profile, folder: str | os.PathLike[str]) -> list[Path]:
-    """Write each table as `<name>.csv`, remove those of an earlier profile; returns the files."""
+    """Write each table as `<name>.csv`; returns the files.
+
+    Those of an earlier profile, whose `profile.json` is there, are removed.
+    """
     Path(folder).mkdir(parents=True, exist_ok=True)
     written = []
     tables = profile_tables(profile)
-    for name in TABLES:
+    for name in TABLES if (Path(folder) / "profile.json").exists() else ():
         if name not in tables:
             (Path(folder) / f"{name}.csv").unlink(missing_ok=True)
     for name, table in tables.items():

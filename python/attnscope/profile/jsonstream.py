@@ -20,7 +20,7 @@ LONGEST_VALUE = 1 << 24
 # A name with quotes in it: PyTorch writes them as they are. It stands on a line of its own (a line
 # with more members than the name is not one), or before the process, as up to PyTorch 2.11.
 NAME = re.compile(
-    r'^(\s*"name": ")(?!.*",[ \t]*"[^"\n]*":)([^"\n]*"[^\n]*)("\s*,?\s*)$'
+    r'^([ \t]*"name": ")(?!.*",[ \t]*"[^"\n]*":)([^"\n]*"[^\n]*)("[ \t]*(?:,[ \t]*)?)$'
     r'|^([ \t]*"ph": "\w", "cat": "\w*", "name": ")(?!.*",[ \t]*"(?!pid"|tid")[^"\n]*":)'
     r'([^"\n]*"[^\n]*)(", "pid": "?[^"\n]*"?, "tid": "?[^"\n]*"?,)$',
     re.MULTILINE,

@@ -15,6 +15,7 @@ WAIT = "attnscope::wait"  # around the profiler's own synchronisation at each en
 # An empty range where a step of a training loop begins, and its number; and where the last ended.
 STEP = "attnscope::step#"
 STEPS_END = f"{STEP}end"
+CAPTURE = "Capture"  # cudaStreamBeginCapture_v10000, cuStreamEndCapture
 
 
 def remove_own(trace: Trace) -> None:
@@ -75,9 +76,11 @@ def _cut(trace: Trace, begin: int, end: int) -> None:
         if event.start < end and event.end > begin:
             event.start, event.end = max(event.start, begin), min(event.end, end)
             kept.append(event)
+        elif CAPTURE in event.name:
+            kept.append(event)  # whether launches in the region are of it
         elif event.correlation:
             outside.add(event.correlation)
-    inside = {event.correlation for event in kept}
+    inside = {event.correlation for event in kept if event.correlation}
     trace.cpu = kept
     trace.gpu = [
         work

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -73,6 +73,7 @@ class profile:
 
     after_steps: Callable[[], None] | None = None  # called in the program once they are recorded
     _window: StepWindow | None = None
+    _recording: AbstractContextManager[None] | None = None
 
     def __init__(
         self,
@@ -130,6 +131,9 @@ class profile:
             else:
                 window.close()
         except Exception as failure:
+            if self._recording is not None:  # it could not end where it should have
+                with suppress(Exception):
+                    self._end()
             if error is None:
                 raise
             # The region's own error comes first, and may be why there is no record.
@@ -142,14 +146,21 @@ class profile:
         return False
 
     def _begin(self, found: Profile) -> None:
-        if self.steps is not None and self.memory and not _outside_backward(self._thread):
-            raise ProfileError(ELSEWHERE)
+        self._check_place()
         recording = self._record(found)
         recording.__enter__()
         self._recording = recording
 
     def _end(self) -> None:
-        self._recording.__exit__(None, None, None)
+        self._check_place()
+        recording, self._recording = self._recording, None
+        assert recording is not None
+        recording.__exit__(None, None, None)
+
+    def _check_place(self) -> None:
+        """Where steps begin and end, which may be anywhere."""
+        if self.steps is not None and self.memory and not _outside_backward(self._thread):
+            raise ProfileError(ELSEWHERE)
 
     def __call__(self, function: Callable[..., Any]) -> Any:
         if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):

@@ -97,13 +97,17 @@ class StepWindow:
     def _stepped(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if os.getpid() != self._process:
             return  # forked: not the region, and the lock may never be free there
+        if _captured():
+            return
+        # Not under the lock: a record begins and ends with a wait for the GPU, and that may be for
+        # work which other threads have yet to launch.
+        if self._optimizer() is None:
+            self._optimizer = weakref.ref(optimizer)
+        if self._optimizer() is not optimizer:
+            self._others += 1
+            return
         with self._lock:
-            if self._closed or _captured():
-                return
-            if self._optimizer() is None:
-                self._optimizer = weakref.ref(optimizer)
-            if self._optimizer() is not optimizer:
-                self._others += 1
+            if self._closed:
                 return
             self._ended += 1
             self._step_begins(self._ended)

@@ -116,8 +116,8 @@ class Trace:
     """The events of one profiled window, each list sorted by start.
 
     `arrows` leads from thread and start of a backward op to the thread of its forward op.
-    `start` and `end` are the window: between the sentinels where there are two, else the whole
-    recording. `sentinels` has the kernels found in each sentinel, and nothing else has them.
+    `start` and `end` are the window: between the sentinels, or the waits, where there are two, else
+    the whole recording. `sentinels` has the kernels found in each sentinel; nothing else has them.
     `waits` counts the profiler's own waits for the device: one at each end of a region, and
     `thread` is the one that ended it. `steps` has
     the number of each step that was told to begin, and when; `steps_end` is when the last of them
