@@ -52,6 +52,11 @@ def main(impl: str) -> None:
     # Heads of a group side by side.
     k, v = (randn(40, 130, 1, 64) for _ in range(2))
     attention(randn(40, 9, 4, 64), k, v, causal=True, impl=impl)
+    # Two heads in a tile, and one.
+    k, v = (randn(50, 130, 5, 64) for _ in range(2))
+    for mask in ({"causal": True}, {"window": (20, 9)}):
+        attention(randn(50, 100, 5, 64), k, v, impl=impl, **mask)
+        calls += 1
     lengths = [1 + i % 7 for i in range(40)]
     q, k, v = (randn(sum(lengths), heads, 64) for heads in (4, 1, 1))
     attention_varlen(q, k, v, *2 * [cu_seqlens(lengths)], 7, 7, causal=True, impl=impl)

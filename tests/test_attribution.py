@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from trace_files import RECORDED, RECORDINGS, cpu, kernel, launch, named, op, write_trace
 
@@ -459,6 +459,7 @@ def test_a_table_that_cannot_be_true_is_refused(
         check_tables(owners, *made_of)
 
 
+@settings(deadline=None)  # beside other tests it may have to wait
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=12))
 def test_busy_is_the_number_of_instants_covered(spans: list[tuple[int, int]]) -> None:
     events = [GpuEvent("kernel", "k", start, start + length, 0, 7) for start, length in spans]

@@ -115,6 +115,16 @@ def test_grouped_heads_of_packed_batches(target, heads, mask):
     assert_workload_passes(target, seqlens=seqlens, head_dim=64, **heads, **MASKS[mask])
 
 
+# Two heads in a tile of the Hopper kernel; the last one of an odd number has a tile alone.
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("heads", [(9, 9), (8, 2)])
+@pytest.mark.parametrize("seqlen_q", [65, 128])
+def test_two_heads_in_a_tile(target, seqlen_q, heads, mask):
+    heads_q, heads_kv = heads
+    shape = {"batch": 35, "seqlen_q": seqlen_q, "heads_q": heads_q, "heads_kv": heads_kv}
+    assert_workload_passes(target, seqlen_k=200, head_dim=64, **shape, **MASKS[mask])
+
+
 # Long enough that the Hopper kernel takes its tiles for long sequences.
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -39,7 +39,11 @@ static_assert(tile(200, 1, false).head_dim == 256 && tile(256, 1 << 30, true).he
 static_assert(choose_forward(264, 1, 8, 8, 1, false).row == -1, "no tile is that wide");
 static_assert(tile(64, 512, true).block_m == 256 && tile(64, 1 << 14, true).block_m == 192);
 static_assert(tile(128, 2048, true).block_m == 192 && tile(128, 2048, false).block_m == 192);
-static_assert(tile(64, 128, false).block_m == 64 && tile(64, 129, false).block_m == 256);
+static_assert(tile(64, 64, false).block_m == 64 && tile(64, 129, false).block_m == 256);
+static_assert(tile(64, 65, true).own_heads == 2 && tile(64, 128, false).own_heads == 2);
+static_assert(tile(64, 128, true, 1).own_heads == 1, "no other head to share the tile with");
+static_assert(tile(64, 128, true, 32).block_m == 64, "16 tiles of 256 rows for 64 of 64");
+static_assert(kForwardTiles[choose_forward(64, 128, 8, 8, 64, true, true).row].block_m == 64);
 static_assert(tile(128, 256, true).block_m == 128, "two of 192 leave a third empty");
 static_assert(tile(128, 257, true).block_m == 192);
 static_assert(tile(64, 512, true, 65).block_m == 256, "130 tiles; 520 of 64 rows: four rounds");

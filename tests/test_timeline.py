@@ -128,6 +128,15 @@ def test_own_blocks_of_rows_that_are_heads_of_a_query():
     assert made.own_blocks(0).tolist() == [[-(-keys // 64) for keys in seen]]
 
 
+def test_own_blocks_of_heads_with_rows_of_their_own():
+    made = marks.recording([[3]], consumers=2, block_n=64)
+    blocks = made.own_blocks(0)[0, 0]
+    made.facts["tile"] = made.facts["tile"] | {"own_heads": 2}
+    assert made.own_blocks(0).tolist() == [[blocks, blocks]]  # the same rows of two heads
+    made.facts["workload"] = made.facts["workload"] | {"heads_q": 1}
+    assert made.own_blocks(0).tolist() == [[blocks, 0]]
+
+
 def test_a_block_that_came_too_late_for_a_tile_waited():
     made = marks.recording([[2], []])
     scheduler, *others = made.tracks(1)
@@ -470,8 +479,8 @@ def test_the_instrumented_library_has_the_same_tiles(built):
     kernel = library.Instrumented(built[0])
     names = ("head_dim", "block_m", "block_n", "stages", "blocks_per_sm")
     normal = [t for t in json.loads(torch.ops.attnscope.kernels()) if t["kernel"] == "sm90_forward"]
-    calls = [(t["head_dim"], rows, batch, 1, 1, causal) for t in normal for batch in (1, 1000)
-             for rows in (1, 200, 1000, 1 << 20) for causal in (False, True)]  # fmt: skip
+    calls = [(t["head_dim"], rows, batch, 2, 2, causal) for t in normal for batch in (1, 1000)
+             for rows in (1, 100, 200, 1000, 1 << 20) for causal in (False, True)]  # fmt: skip
     chosen = [kernel.tile(*call) for call in calls]
     assert {tuple(t[n] for n in names) for t in chosen} == {
         tuple(t[n] for n in names) for t in normal

@@ -103,10 +103,12 @@ __device__ __forceinline__ void store_output(
   constexpr int kAtOnce = kBlocks <= kStages ? kBlocks : 1;
   const ForwardParams& p = a.params;
   const int lane = threadIdx.x % 32;
-  const int first_row = consumer * 64 + threadIdx.x % 128 / 32 * 16;  // in the tile
+  const int first_row =  // of the head's in the tile
+      consumer % Config::kHeadConsumers * 64 + threadIdx.x % 128 / 32 * 16;
   const int rows = w.end_row - w.first_row - first_row;
   const int q_row = w.q_row + grouping<Config>(a).query(first_row);
-  const int head = w.head, batch = w.batch;
+  const int head = w.head + consumer / Config::kHeadConsumers, batch = w.batch;
+  if (Config::kOwnHeads > 1 && head >= p.heads_q) return;
   if (lane == 0) ptx::tma_store_wait_read<0>();
 
   float sum[2], inverse[2];
@@ -190,13 +192,16 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
   constexpr int kStages = Config::kStages;
   constexpr int kRowsCleared = 1;  // a named barrier; 0 is __syncthreads
   const int consumer = ptx::uniform(threadIdx.x / 128 - 1);
+  const int own_head = consumer / Config::kHeadConsumers;
   const bool elected = threadIdx.x % 32 == 0;  // one arrival a warp
   const auto k = [&](const Slot<kStages>& slot) {
-    return ptx::WgmmaDescriptor(shared_address(s.k) + slot.stage * Config::kTileBytes, 16);
+    return ptx::WgmmaDescriptor(
+        shared_address(s.k) + (slot.stage * Config::kOwnHeads + own_head) * Config::kTileBytes, 16);
   };
   const auto v = [&](const Slot<kStages>& slot) {
-    return ptx::WgmmaDescriptor(shared_address(s.v) + slot.stage * Config::kTileBytes,
-                                kBlockN * Config::kRowBytes);
+    return ptx::WgmmaDescriptor(
+        shared_address(s.v) + (slot.stage * Config::kOwnHeads + own_head) * Config::kTileBytes,
+        kBlockN * Config::kRowBytes);
   };
   const float scale_log2 = a.scores.scale_log2;
 
@@ -231,12 +236,12 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
     const auto needs_clearing = [&](int block) {
       return w.first_key > block * kBlockN || (a.packed && w.seqlen_k < (block + 1) * kBlockN);
     };
-    // Every consumer comes here for the blocks that need clearing, once; one clears.
+    // Every consumer comes here for the blocks that need clearing, once; one of a head clears.
     const auto clear_v = [&](const Slot<kStages>& slot, int block) {
       if (__builtin_expect(w.clears && needs_clearing(block), false)) {
         ptx::mbarrier_wait(shared_address(&s.v_full[slot.stage]), slot.parity);
-        if (consumer == 0) {
-          clear_rows<Config>(s.v[slot.stage], w.first_key - block * kBlockN,
+        if (consumer % Config::kHeadConsumers == 0) {
+          clear_rows<Config>(s.v[slot.stage][own_head], w.first_key - block * kBlockN,
                              w.seqlen_k - block * kBlockN);
         }
         ptx::barrier_sync(kRowsCleared, 128 * Config::kConsumers);
@@ -267,8 +272,8 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
           transform_scores(f.s, a.scores);
         }
         if (__builtin_expect(boundary, false)) {
-          const int row =
-              w.first_row + consumer * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+          const int row = w.first_row + consumer % Config::kHeadConsumers * 64 +
+                          threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
           mask_scores_by_bits(f.s, {w.shift, a.params.window_left, a.params.window_right},
                               grouping<Config>(a), row, block * kBlockN, w.seqlen_k);
         }
@@ -334,7 +339,7 @@ __device__ __forceinline__ void consume(const ForwardArguments& a, ForwardShared
             ptx::wgmma_wait<0>();  // sooner than needed, but it frees the registers of P
             ptx::pin_registers(f.o);
             recompute_scores<Config>(f, shared_address(s.q[q_slot.stage][consumer]),
-                                     shared_address(s.k[k_slot.stage]));
+                                     shared_address(s.k[k_slot.stage][own_head]));
             finish_scores(block, false);
           }
         }

@@ -89,15 +89,16 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, cudaStream_t strea
   a.params = p;
   a.scores = score_scales(p);
   a.grouping = grouping;
-  const int heads = p.heads_q >> a.grouping.log2;
+  const int heads = ceil_div(p.heads_q >> a.grouping.log2, Config::kOwnHeads);
   a.heads = Divisor::of(std::max(heads, 1));
   a.heads_per_key = Divisor::of(std::max(p.heads_q / std::max(p.heads_kv, 1), 1));
   const int rows = a.grouping.rows(p.seqlen_q);
   const int m_blocks = ceil_div(rows, Config::kBlockM);
   const int64_t kv_bytes =
       int64_t{p.seqlen_k} * (p.head_dim + p.head_dim_v) * sizeof(typename Config::Element);
-  a.order = tile_order(m_blocks, p.batch, heads, p.heads_kv, kv_bytes, is_causal(p));
-  if (!is_causal(p) && ceil_div(rows, 64) % Config::kConsumers != 0) {
+  a.order = tile_order(m_blocks, p.batch, heads, ceil_div(p.heads_kv, Config::kOwnHeads), kv_bytes,
+                       is_causal(p));
+  if (!is_causal(p) && ceil_div(rows, 64) % Config::kHeadConsumers != 0) {
     // Some tiles have 64 rows less; as the last ones they even out the end.
     a.order.last = std::min(a.order.heads, ceil_div(kMultiprocessors, std::max(m_blocks, 1)));
   }
@@ -158,8 +159,9 @@ cudaError_t launch_chosen(const ForwardParams& p, cudaStream_t stream,
                                        cudaStream_t) = {launch_row<Element, kIndices>...};
   // Heads of an expanded q cannot be grouped: as if each had keys of its own.
   const int heads_kv = p.q_stride.head != 0 ? p.heads_kv : p.heads_q;
-  const ForwardChoice choice = choose_forward(std::max(p.head_dim, p.head_dim_v), p.seqlen_q,
-                                              p.heads_q, heads_kv, p.batch, is_causal(p));
+  const ForwardChoice choice =
+      choose_forward(std::max(p.head_dim, p.head_dim_v), p.seqlen_q, p.heads_q, heads_kv, p.batch,
+                     is_causal(p), p.packed());
   if (choice.row < 0) return cudaErrorInvalidValue;
   return kLaunches[choice.row](p, {choice.grouping}, stream);
 }

@@ -63,7 +63,7 @@ __device__ __forceinline__ bool find_tile(const ForwardArguments& a, TileQueue& 
     const int batch = tile.head / a.heads;  // 0 in a packed batch
     s.sequence = sequence + batch;
     s.m_block = tile.m_block;
-    w.head = (tile.head - batch * a.heads.divisor) << grouping<Config>(a).log2;
+    w.head = (tile.head - batch * a.heads.divisor) * Config::kOwnHeads << grouping<Config>(a).log2;
   }
   return true;
 }
@@ -82,7 +82,7 @@ __device__ __forceinline__ void describe_tile(const ForwardArguments& a, const T
   const Window window{seg_k.length - seg_q.length, p.window_left, p.window_right};
   // Where tiles do not divide the rows, the first ones have 64 rows less: under a causal mask,
   // where the last tiles see the most keys, those should keep all consumers at work.
-  constexpr int kUnits = Config::kConsumers;
+  constexpr int kUnits = Config::kHeadConsumers;
   const int rows = grouping<Config>(a).rows(seg_q.length);
   const int units = (rows + 63) / 64;
   const int missing = (units + kUnits - 1) / kUnits * kUnits - units;
@@ -91,14 +91,16 @@ __device__ __forceinline__ void describe_tile(const ForwardArguments& a, const T
   };
   const int first_row = first_row_of(s.m_block);
   const int last_row = min(first_row_of(s.m_block + 1), rows);
-  const int begin_row = first_row + (own ? 64 * lane : 0);
+  const int begin_row = first_row + (own ? 64 * (lane % kUnits) : 0);
   const int end_row = min(begin_row + (own ? 64 : Config::kBlockM), last_row);
   BlockRange range =
       block_range(window, grouping<Config>(a).query(begin_row),
                   grouping<Config>(a).query(end_row - 1) + 1, seg_k.length, Config::kBlockN);
   const int tile_begin = __shfl_sync(0xffffffffu, range.begin, kWhole);
   if (own) {
-    if (begin_row >= end_row || range.begin >= range.end) range.begin = range.end = tile_begin;
+    const bool no_head = Config::kOwnHeads > 1 && w.head + lane / kUnits >= p.heads_q;
+    if (no_head || begin_row >= end_row || range.begin >= range.end)
+      range.begin = range.end = tile_begin;
     w.consumer[lane] = range;
   }
   if (lane == kWhole) {
@@ -122,10 +124,13 @@ template <class Config>
 __device__ __forceinline__ void store_empty(const ForwardArguments& a, const Work& w) {
   const ForwardParams& p = a.params;
   const int lane = ptx::lane();
+  const int rows = w.end_row - w.first_row;
 #pragma unroll 1
-  for (int row = 0; row < w.end_row - w.first_row; ++row) {
+  for (int i = 0; i < Config::kOwnHeads * rows; ++i) {
+    const int own_head = Config::kOwnHeads == 1 ? 0 : i / rows, row = i - own_head * rows;
     const int64_t query = w.q_row + grouping<Config>(a).query(row),
-                  head = w.head + grouping<Config>(a).head(row);
+                  head = w.head + own_head + grouping<Config>(a).head(row);
+    if (Config::kOwnHeads > 1 && head >= p.heads_q) break;
     auto* out = static_cast<typename Config::Element*>(p.out) +
                 int64_t{w.batch} * p.out_stride.batch + query * p.out_stride.row +
                 head * p.out_stride.head;
@@ -249,9 +254,13 @@ __device__ __forceinline__ void produce(const ForwardArguments& a, ForwardShared
       ptx::mbarrier_wait(shared_address(&empty[slot.stage]), slot.parity ^ 1);
       timeline.step(count, is_k ? ProducerStep::kIssueK : ProducerStep::kIssueV);
       const uint32_t barrier = shared_address(&full[slot.stage]);
-      ptx::mbarrier_arrive_expect_tx(barrier, Config::kTileBytes);
-      load_box<Config>(shared_address(buffers[slot.stage]), tensor, barrier, kBlockN,
-                       w.k_row + block * kBlockN, w.head_kv, w.batch);
+      ptx::mbarrier_arrive_expect_tx(barrier, Config::kOwnHeads * Config::kTileBytes);
+#pragma unroll
+      for (int i = 0; i < Config::kOwnHeads; ++i) {  // past the last head: zeros
+        const int head = i == 0 ? w.head_kv : (w.head + i) / a.heads_per_key;
+        load_box<Config>(shared_address(buffers[slot.stage][i]), tensor, barrier, kBlockN,
+                         w.k_row + block * kBlockN, head, w.batch);
+      }
     };
 
     // K runs one block ahead of V, as the consumers do.
@@ -297,8 +306,10 @@ __device__ __forceinline__ void produce_queries(const ForwardArguments& a,
         ptx::tma_load_5d(
             shared_address(s.q[q_slot.stage][consumer]) + column / 64 * 64 * Config::kRowBytes,
             &a.q.map, full, ptx::CachePolicy::kEvictFirst, column, 0,
-            row + grouping<Config>(a).query(64 * consumer),
-            (head >> grouping<Config>(a).log2) * a.q.head_step, batch * a.q.batch_step);
+            row + grouping<Config>(a).query(64 * (consumer % Config::kHeadConsumers)),
+            ((head >> grouping<Config>(a).log2) + consumer / Config::kHeadConsumers) *
+                a.q.head_step,
+            batch * a.q.batch_step);
       }
     }
   }

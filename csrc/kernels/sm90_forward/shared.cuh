@@ -27,6 +27,8 @@ struct ForwardConfig {
   static constexpr int kOutStages = kTile.out_stages();
   static constexpr int kBlocksPerSm = kTile.blocks_per_sm;
   static constexpr int kConsumers = kTile.consumers();
+  static constexpr int kOwnHeads = kTile.own_heads;
+  static constexpr int kHeadConsumers = kConsumers / kOwnHeads;  // of one of them
   static constexpr int kThreads = kTile.threads();
   static constexpr int kProducerRegisters = kTile.producer_registers();
   static constexpr int kConsumerRegisters = kTile.consumer_registers();
@@ -46,10 +48,10 @@ struct ForwardConfig {
 
 // One tile of query rows, worked out once for all roles.
 struct alignas(128) Work {
-  bool stop;    // no tile: the block is done
-  bool clears;  // V holds rows that no query of the tile may see
-  int head;     // of q, the first of those in the tile
-  int head_kv;
+  bool stop;      // no tile: the block is done
+  bool clears;    // V holds rows that no query of the tile may see
+  int head;       // of q, the first of those in the tile
+  int head_kv;    // of that one
   int batch;      // of the tensors; 0 when packed
   int q_row;      // of the tensors, where the tile begins
   int k_row;      // of the tensors, where the keys begin
@@ -81,8 +83,8 @@ struct ForwardShared {
   static constexpr int kStages = Config::kStages;
   static constexpr int kTiles = 2;  // one in work, one being fetched
   alignas(1024) Element q[Config::kQStages][Config::kConsumers][64 * Config::kColumns];
-  alignas(1024) Element k[kStages][Config::kBlockN * Config::kColumns];
-  alignas(1024) Element v[kStages][Config::kBlockN * Config::kColumns];
+  alignas(1024) Element k[kStages][Config::kOwnHeads][Config::kBlockN * Config::kColumns];
+  alignas(1024) Element v[kStages][Config::kOwnHeads][Config::kBlockN * Config::kColumns];
   alignas(1024)
       Element o[Config::kConsumers * 4][Config::kOutStages][16 * 64];  // of a warp, on the way out
   uint64_t q_full[Config::kQStages][Config::kConsumers],

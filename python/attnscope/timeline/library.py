@@ -23,7 +23,7 @@ SOURCES = ("csrc/kernels/sm90_forward/launch.cu", "csrc/attn/tile_counter.cu")
 FOLDERS = ("csrc/ptx", "csrc/attn", "csrc/kernels/sm90_forward")
 TILE_FIELDS = (
     "head_dim", "block_m", "block_n", "q_stages", "stages", "blocks_per_sm", "consumers",
-    "keep_scores", "heads",
+    "keep_scores", "heads", "own_heads",
 )  # fmt: skip
 
 

@@ -148,8 +148,14 @@ class Recording:
             self.notes(at)[:, layout.TILE_NOTES.index(name), None].astype(np.int64)
             for name in ("first_row", "end_row")
         )
-        first = begin_row + layout.ROWS * np.arange(tile["consumers"])
+        consumers, of_head = (
+            np.arange(tile["consumers"]),
+            tile["consumers"] // tile.get("own_heads", 1),
+        )
+        first = begin_row + layout.ROWS * (consumers % of_head)
         end = np.minimum(first + layout.ROWS, end_row)
+        head = self.notes(at)[:, layout.TILE_NOTES.index("head"), None] + consumers // of_head
+        end = np.where(head < work["heads_q"], end, first)  # the last tile may lack a head
         keys = work["seqlen_k"]
         if work["causal"]:
             queries = -(-end // tile["heads"])
