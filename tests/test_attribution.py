@@ -552,9 +552,12 @@ def test_what_a_region_cuts_is_no_capture_that_began_before_it(tmp_path: Path) -
         named(WAIT, 0, 5), launch(1, 2, "cudaStreamBeginCapture_v10000", tid=2),
         launch(2, 12, tid=2), launch(3, 20, "cudaStreamEndCapture_v10000", tid=2),
         op("mine", 30, 40), kernel(0, 2, 3), kernel(0, 33, 35), named(WAIT, 50, 55),
+        named("CaptureBatch", 1, 4, tid=2), launch(9, 60, "cudaStreamIsCapturing", tid=2),
         kernel(0, 80, 81),
     )  # fmt: skip
     trace = Trace.read(path)
     found = audit(trace)
     assert (found.captured, found.launches, found.problem) == (1, 0, None)
     assert [work.start for work in trace.gpu] == [33_000]  # no correlation, by its time
+    names = [event.name for event in trace.cpu if event.kind != "call"]
+    assert names == ["mine"] and len(trace.cpu) == 4

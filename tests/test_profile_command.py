@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -323,6 +325,30 @@ def test_workers_of_executors_are_not_waited_for(tmp_path: Path) -> None:
     assert code == 0 and "aten::mm" in out
 
 
+def test_work_of_executors_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "pool.py"
+    path.write_text(
+        "import time, torch\nfrom concurrent.futures import ThreadPoolExecutor\n"
+        "def work():\n    time.sleep(0.3)\n    torch.ones(8, 8) @ torch.ones(8, 8)\n"
+        "pool = ThreadPoolExecutor(1)\npool.submit(work)\npool.submit(work)\n"
+        "pool.shutdown(wait=False)\n"
+    )
+    submit = ThreadPoolExecutor.submit
+    code, out = run(str(path))
+    assert code == 0 and re.search(r"aten::mm +2 ", out)
+    assert ThreadPoolExecutor.submit is submit
+
+
+def test_an_error_of_a_profiler_in_the_script_is_the_scripts(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(
+        "import torch\nfrom attnscope.profile import profile\ntorch.ones(8)\n"
+        "with profile():\n    pass\n"
+    )
+    code, out = run(str(path))
+    assert code == 1 and "aten::ones" in out and "ended by ProfileError" in out
+
+
 def test_a_failure_is_told_before_threads_are_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "fails.py"
     path.write_text(
@@ -339,16 +365,26 @@ def test_a_failure_is_told_before_threads_are_waited_for(tmp_path: Path) -> None
     assert running.returncode == 1 and "ended by RuntimeError: the reason" in out.replace("\n", " ")
 
 
-def test_a_fork_that_exits_ends_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        ("sys.exit(3)", 3), ("sys.exit(1 << 40)", 0), ("raise KeyboardInterrupt", 130),
+        ("raise OSError('mine')", 1),
+    ],
+)  # fmt: skip
+def test_a_fork_that_exits_ends_there(tmp_path: Path, ends: str, code: int) -> None:
     path = tmp_path / "forks.py"
     path.write_text(
-        "import os, sys, torch\ntorch.ones(8)\nchild = os.fork()\n"
-        "if not child:\n    sys.exit(3)\n"
+        "import atexit, os, sys, threading, time, torch\ntorch.ones(8)\nchild = os.fork()\n"
+        "if not child:\n    atexit.register(print, 'last')\n"
+        "    threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\n"
+        f"    {ends}\n"
         "print('child', os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
     )
     command = [sys.executable, "-m", "attnscope", "profile", str(path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0 and "child 3" in result.stdout
+    assert result.returncode == 0 and f"thread\nlast\nchild {code}\n" in result.stdout
+    assert result.stdout.count("aten::ones") == 1
 
 
 def test_a_range_may_have_quotes_in_its_name(tmp_path: Path) -> None:

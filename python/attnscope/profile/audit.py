@@ -6,11 +6,10 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
+from attnscope.profile.own import BEGIN_CAPTURE, END_CAPTURE
 from attnscope.profile.trace import CpuEvent, GpuEvent, Trace
 
 LAUNCH = re.compile(r"c(uda|u)(Launch(Cooperative)?Kernel|GraphLaunch)")
-BEGIN_CAPTURE = ("cudaStreamBeginCapture", "cuStreamBeginCapture")
-END_CAPTURE = ("cudaStreamEndCapture", "cuStreamEndCapture")
 
 
 @dataclass

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures.thread
+import functools
 import os
 import runpy
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -126,31 +130,19 @@ class _Script:
 
     def run(self) -> int:
         """Run it to its end, and that of threads it started; the code it exits with."""
-        self.ended = False
+        self.ended, self.failure = False, None
         before = sys.argv, sys.path[:]
         others = threading.enumerate()
-        process, code = os.getpid(), 0
-        self.failure = None
         sys.argv = [self.target, *self.arguments]
         sys.path.insert(0, "" if self.module else str(Path(self.target).resolve().parent))
+        code = 0
         try:
-            try:
-                if self.module:
-                    runpy.run_module(self.target, run_name="__main__", alter_sys=True)
-                else:
-                    runpy.run_path(self.target, run_name="__main__")
-            except SystemExit as end:
-                if end.code is not None and not isinstance(end.code, int):
-                    print(end.code, file=sys.stderr)
-                code = end.code if isinstance(end.code, int) else int(end.code is not None)
-            except Exception as error:
-                traceback.print_exception(error.with_traceback(self.frames(error)))
-                self.failure, code = error, 1
-            if os.getpid() != process:  # a fork of the script, which ends here
-                sys.stdout.flush()
-                os._exit(code)
-            while not self.ended and (rest := _threads_to_wait_for(others)):
-                rest[0].join()
+            with _submitted_work() as work:
+                code = self._execute()
+                while not self.ended and (threads := _threads_to_wait_for(others)):
+                    threads[0].join()
+                while not self.ended and (left := [one for one in work if not one.done()]):
+                    concurrent.futures.wait(left)
         except KeyboardInterrupt:
             if not self.ended and self.failure is None:
                 raise
@@ -158,6 +150,27 @@ class _Script:
             sys.argv, sys.path[:] = before
         if self.failure is not None:
             raise self.failure
+        return code
+
+    def _execute(self) -> int:
+        """Its main code, the code this exits with. A process that it forks ends here."""
+        process, code = os.getpid(), INTERRUPTED
+        try:
+            if self.module:
+                runpy.run_module(self.target, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(self.target, run_name="__main__")
+            code = 0
+        except SystemExit as end:
+            if end.code is not None and not isinstance(end.code, int):
+                print(end.code, file=sys.stderr)
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except Exception as error:
+            traceback.print_exception(error.with_traceback(self.frames(error)))
+            self.failure, code = error, 1
+        finally:
+            if os.getpid() != process:
+                _end_fork(code)
         return code
 
     def end(self) -> None:
@@ -182,7 +195,7 @@ class _Script:
 def _threads_to_wait_for(others: Sequence[threading.Thread]) -> list[threading.Thread]:
     """Those that Python would wait for at the end of the program, without `others`.
 
-    Nor workers of executors: Python tells these to end first, and no new ones could be started.
+    Nor workers of executors, which Python would first tell to end: their work is waited for.
     """
     workers = concurrent.futures.thread._threads_queues
     return [
@@ -190,6 +203,37 @@ def _threads_to_wait_for(others: Sequence[threading.Thread]) -> list[threading.T
         for one in threading.enumerate()
         if not one.daemon and one not in others and one not in workers
     ]
+
+
+def _end_fork(code: int) -> None:
+    """End a process that the script forked as Python would, but not in the profiler's code."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code & 0xFF)
+
+
+@contextmanager
+def _submitted_work() -> Iterator[weakref.WeakSet[concurrent.futures.Future[Any]]]:
+    """What is given to executors of threads meanwhile; what is not done is held by its worker."""
+    futures: weakref.WeakSet[concurrent.futures.Future[Any]] = weakref.WeakSet()
+    executor = concurrent.futures.ThreadPoolExecutor
+    submit: Callable[..., Any] = executor.submit
+
+    @functools.wraps(submit)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        future = submit(*args, **kwargs)
+        futures.add(future)
+        return future
+
+    executor.submit = noted  # type: ignore[method-assign]
+    try:
+        yield futures
+    finally:
+        executor.submit = submit  # type: ignore[method-assign]
 
 
 def _is_module(name: str) -> bool:
@@ -220,10 +264,15 @@ def _record(run: _Script, retries: int, options: dict[str, Any]) -> tuple[Profil
                 code = run.run()
                 ended = True
         except LostEvents as error:
-            if left:
+            if error is run.failure:
+                code = 1
+            elif left:
                 say(f"profile: {error}. Running the script again", "yellow", stderr=True)
                 continue
         except ProfileError as error:
+            if error is run.failure:
+                code = 1
+                break
             if code:  # the script's own failure comes first
                 say(f"profile: {error}", "red", stderr=True)
                 raise typer.Exit(code) from None

@@ -15,7 +15,8 @@ WAIT = "attnscope::wait"  # around the profiler's own synchronisation at each en
 # An empty range where a step of a training loop begins, and its number; and where the last ended.
 STEP = "attnscope::step#"
 STEPS_END = f"{STEP}end"
-CAPTURE = "Capture"  # cudaStreamBeginCapture_v10000, cuStreamEndCapture
+BEGIN_CAPTURE = ("cudaStreamBeginCapture", "cuStreamBeginCapture")
+END_CAPTURE = ("cudaStreamEndCapture", "cuStreamEndCapture")
 
 
 def remove_own(trace: Trace) -> None:
@@ -76,7 +77,7 @@ def _cut(trace: Trace, begin: int, end: int) -> None:
         if event.start < end and event.end > begin:
             event.start, event.end = max(event.start, begin), min(event.end, end)
             kept.append(event)
-        elif CAPTURE in event.name:
+        elif event.kind == "call" and event.name.startswith(BEGIN_CAPTURE + END_CAPTURE):
             kept.append(event)  # whether launches in the region are of it
         elif event.correlation:
             outside.add(event.correlation)

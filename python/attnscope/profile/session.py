@@ -131,13 +131,15 @@ class profile:
             else:
                 window.close()
         except Exception as failure:
-            if self._recording is not None:  # it could not end where it should have
+            recording, self._recording = self._recording, None
+            if recording is not None:  # it could not end where it should have
                 with suppress(Exception):
-                    self._end()
+                    recording.__exit__(None, None, None)
             if error is None:
                 raise
             # The region's own error comes first, and may be why there is no record.
-            found.interrupted = f"{cause}; and nothing was kept: {failure}"
+            if not found.filled:
+                found.interrupted = f"{cause}; and nothing was kept: {failure}"
             return False
         if error is None and not found.filled:
             raise ProfileError(f"{self.name}: interrupted while it was recorded; nothing is")
