@@ -11,7 +11,6 @@ from typing import Any
 
 import pandas
 import pytest
-import torch
 from rich.cells import cell_len
 from rich.console import Console
 from trace_files import RECORDED, kernel, launch, named, op, write_trace
@@ -45,6 +44,12 @@ def run(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(build("profile"), ["profile", *arguments])
     assert result.exception is None or isinstance(result.exception, SystemExit)
     return result.exit_code, result.output
+
+
+def run_text(folder: Path, text: str) -> tuple[int, str]:
+    path = folder / "program.py"
+    path.write_text(text)
+    return run(str(path))
 
 
 def test_a_recorded_trace_is_shown_with_the_attribution_under_each_table() -> None:
@@ -301,51 +306,47 @@ def test_output_is_where_the_command_was_given(
 
 
 def test_threads_are_waited_for_as_python_does(tmp_path: Path) -> None:
-    path = tmp_path / "threads.py"
-    path.write_text(
+    code, out = run_text(
+        tmp_path,
         "import threading, time, torch\n"
         "def work():\n    time.sleep(0.3)\n    torch.ones(8, 8) @ torch.ones(8, 8)\n"
         "threading.Thread(target=work).start()\n"
-        "threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()\n"
+        "threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()\n",
     )
-    code, out = run(str(path))
     assert code == 0 and "aten::mm" in out
 
 
 def test_workers_of_executors_are_not_waited_for(tmp_path: Path) -> None:
     """Nor the cached ones of torch.compile: Python tells them to end when it does."""
-    path = tmp_path / "pool.py"
-    path.write_text(
-        "import concurrent.futures, torch\n"
-        "torch.pool_of_a_test = concurrent.futures.ThreadPoolExecutor(2)\n"
-        "torch.pool_of_a_test.submit(lambda: torch.ones(8, 8) @ torch.ones(8, 8)).result()\n"
+    code, out = run_text(
+        tmp_path,
+        "import atexit, concurrent.futures, torch\n"
+        "pool = concurrent.futures.ThreadPoolExecutor(2)\n"
+        "atexit.register(pool.shutdown)  # it outlives the script\n"
+        "pool.submit(lambda: torch.ones(8, 8) @ torch.ones(8, 8)).result()\n",
     )
-    code, out = run(str(path))
-    torch.pool_of_a_test.shutdown()  # type: ignore[attr-defined]
     assert code == 0 and "aten::mm" in out
 
 
 def test_work_of_executors_is_waited_for(tmp_path: Path) -> None:
-    path = tmp_path / "pool.py"
-    path.write_text(
+    submit = ThreadPoolExecutor.submit
+    code, out = run_text(
+        tmp_path,
         "import time, torch\nfrom concurrent.futures import ThreadPoolExecutor\n"
         "def work():\n    time.sleep(0.3)\n    torch.ones(8, 8) @ torch.ones(8, 8)\n"
         "pool = ThreadPoolExecutor(1)\npool.submit(work)\npool.submit(work)\n"
-        "pool.shutdown(wait=False)\n"
+        "pool.shutdown(wait=False)\n",
     )
-    submit = ThreadPoolExecutor.submit
-    code, out = run(str(path))
     assert code == 0 and re.search(r"aten::mm +2 ", out)
     assert ThreadPoolExecutor.submit is submit
 
 
 def test_an_error_of_a_profiler_in_the_script_is_the_scripts(tmp_path: Path) -> None:
-    path = tmp_path / "own.py"
-    path.write_text(
+    code, out = run_text(
+        tmp_path,
         "import torch\nfrom attnscope.profile import profile\ntorch.ones(8)\n"
-        "with profile():\n    pass\n"
+        "with profile():\n    pass\n",
     )
-    code, out = run(str(path))
     assert code == 1 and "aten::ones" in out and "ended by ProfileError" in out
 
 

@@ -115,8 +115,8 @@ struct ForwardChoice {
 };
 
 // The first row that takes so many queries (tiles of several heads: of a dense call that has them);
-// but where its tiles would leave multiprocessors idle,
-// the one that leaves the fewest query rows to the busiest, of those with tiles no larger.
+// but where its tiles would leave multiprocessors idle, the one that leaves the fewest query rows
+// to the busiest, of those with tiles no larger.
 constexpr ForwardChoice choose_forward(int head_dim, int queries, int heads_q, int heads_kv,
                                        long long batch, bool causal, bool packed = false) {
   const int dim = tile_head_dim(head_dim);

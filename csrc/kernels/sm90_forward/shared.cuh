@@ -40,6 +40,7 @@ struct ForwardConfig {
   static constexpr bool kTakesGroups =
       kForwardTiles[grouped_tile(kHeadDim)].block_m == kTile.block_m;
 
+  static_assert(kOwnHeads == 1 || !kTakesGroups, "heads have rows of their own or share them");
   static_assert(kTile.head_dim == kHeadDim, "the tile table has no such row");
   static_assert(kHeadDim % 16 == 0, "a product is 16 deep");
   static_assert(kBlockN % 16 == 0, "keys are consumed 16 at a time");

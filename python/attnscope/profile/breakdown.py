@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -108,16 +109,15 @@ def find_steps(attribution: Attribution) -> tuple[list[Step], str]:
 def _optimizer_steps(trace: Trace, end: int) -> list[Step]:
     """From mark to mark; what follows the last one is a step only if something begins there."""
     until = end if trace.steps_end is None else trace.steps_end
+    times = [at for _, at in trace.steps] + [until]
     found = [
-        Step(f"step {number}", start, stop)
-        for (number, start), stop in zip(
-            trace.steps, [at for _, at in trace.steps[1:]] + [until], strict=True
-        )
+        Step(f"step {number}", *span)
+        for (number, _), span in zip(trace.steps, pairwise(times), strict=True)
     ]
     if trace.steps_end is None:
         last = found.pop()
         if not found or any(e.start >= last.start for e in trace.cpu):
-            found.append(Step(f"{last.name}, unfinished", last.start, last.end, whole=False))
+            found.append(replace(last, name=f"{last.name}, unfinished", whole=False))
     return found
 
 

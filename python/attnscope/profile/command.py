@@ -263,31 +263,28 @@ def _record(run: _Script, retries: int, options: dict[str, Any]) -> tuple[Profil
                     found.unprofiled_reason = "the script ran under the profiler only"
                 code = run.run()
                 ended = True
-        except LostEvents as error:
-            if error is run.failure:
-                code = 1
-            elif left:
-                say(f"profile: {error}. Running the script again", "yellow", stderr=True)
-                continue
-        except ProfileError as error:
-            if error is run.failure:
-                code = 1
-                break
-            if code:  # the script's own failure comes first
-                say(f"profile: {error}", "red", stderr=True)
-                raise typer.Exit(code) from None
-            raise ValueError(str(error)) from None
         except KeyboardInterrupt:
             if not found.filled:
                 found.interrupted = found.interrupted or "KeyboardInterrupt"
             code = code if run.ended and found.filled else INTERRUPTED
         except Exception as error:
-            if ended:
+            if error is run.failure:  # of the script, whatever it is
+                code = 1
+            elif isinstance(error, LostEvents):
+                if left:
+                    say(f"profile: {error}. Running the script again", "yellow", stderr=True)
+                    continue
+            elif isinstance(error, ProfileError):
+                if code:  # the script's own failure comes first
+                    say(f"profile: {error}", "red", stderr=True)
+                    raise typer.Exit(code) from None
+                raise ValueError(str(error)) from None
+            elif ended:
                 say(f"profile: the record cannot be read: {type(error).__name__}: {error}", "red")
                 raise typer.Exit(code or 1) from None
-            if error is not run.failure:
+            else:
                 traceback.print_exception(error)
-            code = 1
+                code = 1
         break
     return found, code
 

@@ -27,16 +27,17 @@ SCHEMA = 1
 PROCESS = 7_000_000  # of our rows, in a trace viewer; no real process has so high a number
 EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
 CHUNK = 1 << 20  # characters
-TABLES = (
-    "operators", "kernels", "stages", "copies", "modules", "memory", "allocations", "links",
-    "lines", "steps", "kineto",
-)  # fmt: skip
 SORT_INDEX = 6_000_000  # below PyTorch's rows of GPUs, which are at 5,000,000
 
 
 def profile_tables(profile: Profile) -> dict[str, pandas.DataFrame]:
     """Every table that has rows, by name. Raises ProfileError for those that cannot be true."""
-    tables = {
+    return {name: table for name, table in _all_tables(profile).items() if len(table)}
+
+
+def _all_tables(profile: Profile) -> dict[str, pandas.DataFrame]:
+    none = pandas.DataFrame()
+    return {
         "operators": profile.operators(),
         "kernels": profile.kernels(),
         "stages": profile.stages(),
@@ -46,12 +47,9 @@ def profile_tables(profile: Profile) -> dict[str, pandas.DataFrame]:
         "allocations": allocations(profile.attribution),
         "links": profile.links(),
         "lines": profile.lines(),
+        "steps": profile.steps() if profile.has_ops else none,
+        "kineto": none if profile.kineto is None else profile.kineto_comparison(),
     }
-    if profile.has_ops:
-        tables["steps"] = profile.steps()
-    if profile.kineto is not None:
-        tables["kineto"] = profile.kineto_comparison()
-    return {name: table for name, table in tables.items() if len(table)}
 
 
 def allocations(attribution: Attribution) -> pandas.DataFrame:
@@ -73,14 +71,15 @@ def write_csv(profile: Profile, folder: str | os.PathLike[str]) -> list[Path]:
     Those of an earlier profile, whose `profile.json` is there, are removed.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
+    ours = (Path(folder) / "profile.json").exists()
     written = []
-    tables = profile_tables(profile)
-    for name in TABLES if (Path(folder) / "profile.json").exists() else ():
-        if name not in tables:
-            (Path(folder) / f"{name}.csv").unlink(missing_ok=True)
-    for name, table in tables.items():
-        written.append(Path(folder) / f"{name}.csv")
-        table.to_csv(written[-1], index=False)
+    for name, table in _all_tables(profile).items():
+        path = Path(folder) / f"{name}.csv"
+        if len(table):
+            table.to_csv(path, index=False)
+            written.append(path)
+        elif ours:
+            path.unlink(missing_ok=True)
     return written
 
 

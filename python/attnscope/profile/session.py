@@ -180,12 +180,11 @@ class profile:
                 try:
                     with again as found:
                         recorded.profile = found  # type: ignore[attr-defined]
-                        if self.steps is not None:
-                            pass  # the steps before those recorded are timed
-                        elif unprofiled is None:
-                            found.unprofiled_reason = "needs warmup >= 2"
-                        else:
+                        # Else the steps before those recorded are timed.
+                        if self.steps is None and unprofiled is not None:
                             found.unprofiled_wall_s, found.unprofiled_reason = unprofiled, None
+                        elif self.steps is None:
+                            found.unprofiled_reason = "needs warmup >= 2"
                         return call()
                 except LostEvents:
                     if not left:

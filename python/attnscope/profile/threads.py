@@ -42,10 +42,10 @@ def mend_threads(events: Sequence[CpuEvent], gpu: Iterable[GpuEvent]) -> None:
     proofs: dict[int, Proofs] = defaultdict(list)
     for call in calls:
         thread = ops.get(call.external_id)
-        alive = begin.get(call.thread, call.start + 1) <= call.start < end.get(call.thread, 0)
-        if thread is None and call.correlation in own and not alive:
+        if thread is None and call.correlation in own:
+            alive = begin.get(call.thread, call.start + 1) <= call.start < end.get(call.thread, 0)
             around = (one.thread for one in sentinels if one.start <= call.start < one.end)
-            thread = next(around, None)
+            thread = None if alive else next(around, None)
         if thread is not None:
             proofs[call.thread].append((call.start, thread))
     proofs = {

@@ -31,6 +31,8 @@ CPU_KINDS = {
     "cuda_driver": "call",
 }
 GPU_KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
+# Of events that start and end together, the outer one: a range is entered before the op in it.
+RANKS = {"range": 0, "python": 1, "op": 2, "call": 3}
 
 
 @dataclass(slots=True)
@@ -119,9 +121,8 @@ class Trace:
     `start` and `end` are the window: between the sentinels, or the waits, where there are two, else
     the whole recording. `sentinels` has the kernels found in each sentinel; nothing else has them.
     `waits` counts the profiler's own waits for the device: one at each end of a region, and
-    `thread` is the one that ended it. `steps` has
-    the number of each step that was told to begin, and when; `steps_end` is when the last of them
-    ended, None where the program ended first.
+    `thread` is the one that ended it. `steps` has the number of each step that was told to begin,
+    and when; `steps_end` is when the last of them ended, None where the program ended first.
     """
 
     cpu: list[CpuEvent] = field(default_factory=list)
@@ -322,8 +323,8 @@ class _Builder:
 
 
 def _order(event: CpuEvent) -> tuple[int, int, int]:
-    """By start; of those that start and end together, the outer one: an op is inside its range."""
-    return event.start, -event.end, ("range", "python", "op", "call").index(event.kind)
+    """By start, and the outer one first."""
+    return event.start, -event.end, RANKS[event.kind]
 
 
 def nest(events: list[CpuEvent]) -> None:

@@ -148,10 +148,8 @@ class Recording:
             self.notes(at)[:, layout.TILE_NOTES.index(name), None].astype(np.int64)
             for name in ("first_row", "end_row")
         )
-        consumers, of_head = (
-            np.arange(tile["consumers"]),
-            tile["consumers"] // tile.get("own_heads", 1),
-        )
+        consumers = np.arange(tile["consumers"])
+        of_head = consumers.size // tile.get("own_heads", 1)
         first = begin_row + layout.ROWS * (consumers % of_head)
         end = np.minimum(first + layout.ROWS, end_row)
         head = self.notes(at)[:, layout.TILE_NOTES.index("head"), None] + consumers // of_head
