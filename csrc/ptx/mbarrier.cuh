@@ -9,7 +9,7 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the copy engine.
+// Makes initialised barriers visible to TMA.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -37,6 +37,21 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity) {
       "}\n" ::"r"(barrier),
       "r"(parity), "r"(10'000'000)
       : "memory");
+}
+
+// Whether the phase of the given parity has completed; does not wait.
+__device__ __forceinline__ bool mbarrier_test(uint32_t barrier, int parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
 }
 
 }  // namespace attnscope::ptx
