@@ -10,7 +10,7 @@ from made_trace import H200, MadeTrace, op_event, recorded
 from torch.utils.flop_counter import FlopCounterMode
 
 import attnscope
-from attnscope.bench.devices import Device, find_device
+from attnscope.common.hardware.devices import Device, find_device
 from attnscope.profile import flops
 from attnscope.profile.attribution import Attribution
 from attnscope.profile.flops import FlopCounts, op_flops, op_work, trace_device

@@ -11,7 +11,7 @@ import pytest
 from made_trace import recorded
 from step_trace import FUSED, record, step
 
-from attnscope.bench.store import Results, read_results
+from attnscope.common.results import Results, read_results
 from attnscope.profile.checks import ProfileError
 from attnscope.profile.document import Document, Section
 from attnscope.profile.model_report import model_report, part_times

@@ -13,8 +13,8 @@ import typer
 from trace_files import RECORDED, RECORDINGS, kernel, launch, named, op, write_trace
 from typer.testing import CliRunner
 
-from attnscope.bench.store import Results, read_results
 from attnscope.bench.timing import Timing
+from attnscope.common.results import Results, read_results
 from attnscope.profile import ops_command, ops_run
 from attnscope.profile.checks import ProfileError
 from attnscope.profile.document import rows_of
@@ -235,7 +235,9 @@ def fake_command(
     """The command on a machine that has a GPU, with these records."""
     monkeypatch.setattr(ops_command, "pick_device", lambda name: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr("attnscope.bench.store.environment", lambda device, settings: {"gpu": "G"})
+    monkeypatch.setattr(
+        "attnscope.common.environment.environment", lambda device, settings: {"gpu": "G"}
+    )
 
     def measure_all(results: Results, device: torch.device, on_done: Any) -> None:
         for record in records:

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnscope.bench.command import SHAPE, bad_input, pick_device, split
-from attnscope.bench.show import say
+from attnscope.bench.command import SHAPE
 from attnscope.bench.workloads import DTYPE_SHORT, Workload
+from attnscope.common.console import say
+from attnscope.common.options import bad_input, make_folder, pick_device, split
 from attnscope.profile.attached import attached_tool
 from attnscope.profile.checks import ProfileError
 from attnscope.profile.command import write_all
-from attnscope.profile.outputs import bad_output, make_folder
+from attnscope.profile.outputs import bad_output
 from attnscope.profile.session import annotate, profile, synchronize
 from attnscope.ranges import DOMAIN, MEASURE, WARMUP
 
@@ -129,7 +130,7 @@ def attention_command(
 @contextmanager
 def _failures() -> Iterator[None]:
     """Turn what a pass or a profile may raise into one line and exit code 1."""
-    from attnscope.bench.runner import explain
+    from attnscope.common.console import explain
 
     try:
         yield

@@ -21,10 +21,9 @@ from typing import Annotated, Any
 
 import typer
 
-from attnscope.bench.command import bad_input
-from attnscope.bench.show import say
+from attnscope.common.console import say
+from attnscope.common.options import bad_input, make_folder
 from attnscope.profile.checks import ProfileError
-from attnscope.profile.outputs import make_folder
 from attnscope.profile.result import Profile
 from attnscope.profile.session import LostEvents, profile
 from attnscope.profile.show import check_sort

@@ -100,7 +100,7 @@ class Document:
         from rich.markup import escape
         from rich.table import Table
 
-        from attnscope.bench.show import console, say
+        from attnscope.common.console import console, say
 
         say(self.title, "bold")
         for line in self.lead:
@@ -121,7 +121,7 @@ class Document:
 
     def write_markdown(self, path: Path) -> None:
         """Write the sections; figures are PNG and SVG files in the folder `<stem>-figures`."""
-        from attnscope.bench.figures import save
+        from attnscope.common.plotting import save
 
         folder = path.with_name(f"{path.stem}-figures")
         lines = [f"# {self.title}", "", *(f"- {line}" for line in self.lead)]
@@ -208,7 +208,7 @@ def svg(figure: Figure, name: str) -> Any:
     import matplotlib
     from markupsafe import Markup
 
-    from attnscope.bench.figures import RC
+    from attnscope.common.plotting import RC
 
     buffer = io.StringIO()
     salt = {"svg.hashsalt": name, "svg.fonttype": "none"}

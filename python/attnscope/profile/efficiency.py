@@ -18,22 +18,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from attnscope.common.hardware.occupancy import WARP, sm_of, theoretical_occupancy
 from attnscope.profile.attribution import Attribution, busy_ns
 from attnscope.profile.breakdown import program_window
 from attnscope.profile.names import uses_tensor_cores
 from attnscope.profile.trace import GpuEvent
 
 FIGURES = ("gpu_utilisation", "sm_efficiency", "occupancy", "tensor_core_time_share")
-# Most blocks that an SM holds, by compute capability (CUDA programming guide, technical
-# specifications); the trace does not say it.
-BLOCKS_PER_SM = {
-    (7, 0): 32, (7, 5): 16, (8, 0): 32, (8, 6): 16, (8, 7): 16, (8, 9): 24,
-    (9, 0): 32, (10, 0): 32, (12, 0): 24,
-}  # fmt: skip
-REGISTER_UNIT = 256  # registers are given to a warp in this many
-WARP_GROUPS = 4  # an SM's partitions, among which warps and registers are split
-SHARED_UNIT = 128  # bytes; shared memory is given to a block in this many
-RESERVED_SHARED = 1024  # bytes of each block that CUDA keeps, since compute capability 8.0
 
 
 @dataclass(frozen=True)
@@ -141,7 +132,7 @@ def kernel_occupancy(kernel: GpuEvent, device: Mapping[str, Any]) -> float | str
     """
     if kernel.occupancy is not None:
         return kernel.occupancy / 100
-    theoretical = theoretical_occupancy(kernel, device)
+    theoretical = filled_share(kernel, device)
     if isinstance(theoretical, str):
         return theoretical
     if kernel.warps_per_sm is None:
@@ -150,32 +141,26 @@ def kernel_occupancy(kernel: GpuEvent, device: Mapping[str, Any]) -> float | str
     return min(theoretical, kernel.warps_per_sm / slots)
 
 
-def theoretical_occupancy(kernel: GpuEvent, device: Mapping[str, Any]) -> float | str:
-    """Share of an SM's warps that blocks of a kernel can fill, 0 to 1, or why it cannot be told.
+def filled_share(kernel: GpuEvent, device: Mapping[str, Any]) -> float | str:
+    """Share of an SM's warps that blocks of a kernel can fill, 0 to 1, or why it is unknown.
 
-    The least of the limits by warps, blocks, registers and shared memory (CUDA occupancy
-    calculator). Registers are those of the launch; a kernel may move them between its warps later.
+    Registers are those of the launch; a kernel may move them between its warps later. A kernel that
+    ran fits at least once, whatever the model says.
     """
     if not kernel.block or kernel.registers is None or kernel.shared_bytes is None:
         return "the trace does not say the kernels' block, registers and shared memory"
     if lost := next((key for key in _PROPERTIES if key not in device), None):
         return f"the trace does not say {lost} of GPU {kernel.device}"
-    capability = (device["computeMajor"], device["computeMinor"])
-    if capability not in BLOCKS_PER_SM:
-        return f"compute capability {capability[0]}.{capability[1]}: its blocks per SM are unknown"
-    warps = -(-prod(kernel.block) // device["warpSize"])
     slots = device["maxThreadsPerMultiprocessor"] // device["warpSize"]
-    blocks = min(BLOCKS_PER_SM[capability], slots // warps)
-    if kernel.registers:
-        each = _up(kernel.registers * device["warpSize"], REGISTER_UNIT)
-        by_group = device["regsPerMultiprocessor"] // WARP_GROUPS // each
-        blocks = min(blocks, by_group * WARP_GROUPS // warps)
-    reserved = RESERVED_SHARED if capability[0] >= 8 else 0
-    if shared := _up(kernel.shared_bytes + reserved, SHARED_UNIT):
-        blocks = min(blocks, device["sharedMemPerMultiprocessor"] // shared)
-    # It ran, so one block fits, whatever this model says.
-    return max(1, blocks) * warps / slots
-
-
-def _up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
+    threads = prod(kernel.block)
+    try:
+        sm = sm_of(
+            (device["computeMajor"], device["computeMinor"]),
+            slots,
+            device["regsPerMultiprocessor"],
+            device["sharedMemPerMultiprocessor"],
+        )
+        most = theoretical_occupancy(max(1, kernel.registers), threads, kernel.shared_bytes, sm)
+    except ValueError as error:
+        return str(error)
+    return max(most.warps_per_sm, -(-threads // WARP)) / slots

@@ -135,7 +135,7 @@ def to_json(profile: Profile, path: str | os.PathLike[str]) -> None:
 def _environment(profile: Profile) -> dict[str, Any]:
     import torch
 
-    from attnscope.bench.store import environment
+    from attnscope.common.environment import environment
 
     if profile.wall_s is None:
         return {"env": None, "env_reason": "the trace was read from a file"}

@@ -128,7 +128,7 @@ def _figure(height: float) -> tuple[Figure, Axes]:
     import matplotlib
     from matplotlib.figure import Figure
 
-    from attnscope.bench.figures import RC
+    from attnscope.common.plotting import RC
 
     with matplotlib.rc_context(RC | _ink()):
         figure = Figure((9.0, height), layout="constrained")

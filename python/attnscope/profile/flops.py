@@ -15,7 +15,7 @@ from functools import cache
 from math import prod
 from typing import Any
 
-from attnscope.bench.devices import Device, find_device
+from attnscope.common.hardware.devices import Device, find_device
 from attnscope.profile.attribution import Attribution
 from attnscope.profile.names import category, short_name, uses_tensor_cores
 from attnscope.profile.rates import NO_WORK, Rate, Work, rate

@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attnscope.bench.command import bad_input, integers, pick_device, split
-from attnscope.bench.show import say
+from attnscope.common.console import say
+from attnscope.common.options import Device, bad_input, integers, pick_device, split
 from attnscope.profile.models import PRECISIONS, SIZES, TINY, model_config
 from attnscope.profile.outputs import Output, bad_output, finish, start, teller
 
 if TYPE_CHECKING:
-    from attnscope.bench.store import Results
+    from attnscope.common.results import Results
     from attnscope.profile.model_run import Run
 
-Device = Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu; left out, a GPU if any.")]
 # The most is what a wait takes, in milliseconds and 32 bits.
 Timeout = Annotated[
     float, typer.Option(min=1, max=2e6, help="Seconds that one configuration may take.")
@@ -113,7 +112,7 @@ def _measure(
     """Run what the file has no record of. `resume` is None where a run cannot be gone on with."""
     import torch
 
-    from attnscope.bench.store import environment
+    from attnscope.common.environment import environment
     from attnscope.profile.model_run import run_all
     from attnscope.profile.records import check_configurations
 

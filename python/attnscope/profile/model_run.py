@@ -28,7 +28,7 @@ from attnscope.ranges import MEASURE, WARMUP
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from attnscope.bench.store import Results
+    from attnscope.common.results import Results
 
 WARMUP_STEPS = 2
 TIMED_STEPS = 5
@@ -266,7 +266,7 @@ def run_apart(run: R, timeout_s: float, measure: Callable[[R], Record]) -> Recor
 
 def _child(measure: Callable[[R], Record], run: R, sender: Connection) -> None:
     from attnscope.bench.impls import Unsupported
-    from attnscope.bench.runner import explain
+    from attnscope.common.console import explain
 
     # Ctrl-C reaches every process of a terminal; the one that started this one ends it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import typer
 
-from attnscope.bench.command import bad_input, pick_device
+from attnscope.common.options import Device, bad_input, pick_device
 from attnscope.profile.attached import attached_tool
-from attnscope.profile.model_command import Device
 from attnscope.profile.outputs import Output, bad_output, finish, start, teller
 
 COMMAND = "profile_ops"
@@ -22,7 +21,7 @@ def ops_command(output: Output = Path("attribution_report"), device: Device = No
     with bad_input(COMMAND):
         import torch
 
-        from attnscope.bench.store import environment
+        from attnscope.common.environment import environment
         from attnscope.profile.ops_report import attribution_report, missed
         from attnscope.profile.ops_run import CALLS, measure_all
 

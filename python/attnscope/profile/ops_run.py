@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnscope.bench.impls import IMPLS, Unsupported
-from attnscope.bench.runner import explain
 from attnscope.bench.workloads import Workload
+from attnscope.common.console import explain
 from attnscope.profile.checks import ProfileError
 from attnscope.profile.document import rows_of
 from attnscope.profile.model_run import run_apart
@@ -27,7 +27,7 @@ from attnscope.profile.records import Record
 from attnscope.profile.session import profile
 
 if TYPE_CHECKING:
-    from attnscope.bench.store import Results
+    from attnscope.common.results import Results
     from attnscope.profile.result import Profile
 
 CALLS = 20

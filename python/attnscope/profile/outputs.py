@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnscope.bench.show import say
+from attnscope.common.console import say
+from attnscope.common.options import make_folder
 from attnscope.profile.checks import ProfileError
 
 if TYPE_CHECKING:
-    from attnscope.bench.store import Results
+    from attnscope.common.results import Results
     from attnscope.profile.document import Document
     from attnscope.profile.records import Record
 
@@ -29,25 +29,13 @@ Output = Annotated[
 ]
 
 
-def make_folder(path: Path) -> None:
-    """Make the folder of the results before time goes into them.
-
-    Raises ValueError where it cannot be made or nothing can be written in it.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path).close()
-    except OSError as error:
-        raise ValueError(f"output: {path}: {error.strerror}") from None
-
-
 def start(stem: Path, env: dict[str, Any], resume: bool | None = None) -> Results:
     """Start `<stem>.json`, or go on with it; `resume` is None for a command that never does.
 
     Raises ValueError where the files cannot be written, where there are records that are not gone
     on with (they took time, and stay), and what `Results.create` raises.
     """
-    from attnscope.bench.store import Results, read_results
+    from attnscope.common.results import Results, read_results
 
     make_folder(stem.parent)
     for file in map(stem.with_suffix, SUFFIXES):

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from attnscope.bench.devices import Device
+from attnscope.common.hardware.devices import Device
 
 NO_WORK = "no op with a FLOP formula"
 # No card runs so far above the clock that its peak is given for.

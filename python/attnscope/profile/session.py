@@ -18,8 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from attnscope.bench.nvml import Nvml
-from attnscope.bench.show import say
+from attnscope.common.console import say
+from attnscope.common.hardware.nvml import Nvml
 from attnscope.profile.attached import attached_tool
 from attnscope.profile.checks import ProfileError
 from attnscope.profile.own import SENTINEL, WAIT

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pandas
 
-from attnscope.bench.show import say
+from attnscope.common.console import say
 from attnscope.profile.attribution import ENGINE, Attribution
 from attnscope.profile.rates import peaks_text
 from attnscope.profile.tables import NO_OP, REPLAY, path_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attnscope.bench.show import say
+from attnscope.common.console import say
 from attnscope.profile.breakdown import PARTS
 from attnscope.profile.terminal import Column, duration, percent, plain, print_table
 

@@ -16,7 +16,7 @@ from attnscope.profile.sums import Row, Rows, Stage
 from attnscope.profile.trace import CpuEvent, GpuEvent, Trace
 
 if TYPE_CHECKING:
-    from attnscope.bench.devices import Device
+    from attnscope.common.hardware.devices import Device
     from attnscope.profile.flops import FlopCounts, Rate
 
 NO_OP = "(not owned by an op)"

@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from attnscope.bench.show import console, say
+from attnscope.common.console import console, say
 from attnscope.profile.rates import NO_WORK
 
 MISSING = "-"

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from attnscope.bench.command import bad_input, pick_device
-from attnscope.profile.model_command import Device
+from attnscope.common.options import Device, bad_input, pick_device
 from attnscope.profile.outputs import Output, bad_output, finish, start, teller
 from attnscope.profile.records import Record
 
@@ -32,7 +31,7 @@ def transformers_command(
     failed or nothing could be measured, 2 bad input or no transformers.
     """
     with bad_input(COMMAND):
-        from attnscope.bench.store import environment
+        from attnscope.common.environment import environment
         from attnscope.transformers import require
 
         settings = {"transformers": require()}

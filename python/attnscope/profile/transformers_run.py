@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnscope.bench.runner import explain
+from attnscope.common.console import explain
 from attnscope.numerics import compare_forward
 from attnscope.profile.document import rows_of
 from attnscope.profile.model_run import summarise
