@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from made_trace import H200, RECORDED, MadeTrace, recorded
 
-from attnscope.profile.attribution import busy_ns
-from attnscope.profile.efficiency import efficiency, filled_share, kernel_occupancy
-from attnscope.profile.trace import GpuEvent
+from attnscope.profile.analysis.efficiency import efficiency, filled_share, kernel_occupancy
+from attnscope.profile.attribution.owners import busy_ns
+from attnscope.profile.trace.events import GpuEvent
 
 PROPERTIES = H200
 

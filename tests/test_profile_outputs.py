@@ -11,8 +11,8 @@ import typer
 
 from attnscope.common.options import make_folder
 from attnscope.common.results import Results
-from attnscope.profile.document import Document
-from attnscope.profile.outputs import bad_output, finish, start
+from attnscope.profile.render.document import Document
+from attnscope.studies.outputs import bad_output, finish, start
 
 ENV = {"device": "cpu"}
 
