@@ -12,7 +12,7 @@ tools PyTorch's profiler stays off by itself, and this script writes no files.
 
 import typer
 
-from attnscope.profile.attention_command import attention_command
+from attnscope.studies.attention import attention_command
 
 if __name__ == "__main__":
     typer.run(attention_command)

@@ -6,7 +6,7 @@ python profiling/profile_model.py lm --models small,medium --contexts 128,512 --
 
 import typer
 
-from attnscope.profile.model_command import lm_command, pair_command
+from attnscope.studies.lm.command import lm_command, pair_command
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 app.command("pair")(pair_command)

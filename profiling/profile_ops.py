@@ -5,7 +5,7 @@ python profiling/profile_ops.py --output docs/reports/h200
 
 import typer
 
-from attnscope.profile.ops_command import ops_command
+from attnscope.studies.ops.command import ops_command
 
 if __name__ == "__main__":
     typer.run(ops_command)

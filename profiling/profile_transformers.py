@@ -5,7 +5,7 @@ python profiling/profile_transformers.py --output transformers_report
 
 import typer
 
-from attnscope.profile.transformers_command import transformers_command
+from attnscope.studies.llama.command import transformers_command
 
 if __name__ == "__main__":
     typer.run(transformers_command)

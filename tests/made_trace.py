@@ -9,8 +9,9 @@ from typing import Any
 
 import trace_files
 
-from attnscope.profile.attribution import Attribution
-from attnscope.profile.trace import CpuEvent, Trace
+from attnscope.profile.attribution.owners import Attribution
+from attnscope.profile.trace.events import CpuEvent
+from attnscope.profile.trace.reader import read_trace
 
 RECORDED = trace_files.RECORDINGS
 H200 = {
@@ -23,7 +24,7 @@ H200 = {
 @cache
 def recorded(name: str) -> Attribution:
     """One of the traces in tests/traces, recorded on an H200."""
-    return Attribution(Trace.read(trace_files.RECORDED / f"{name}.json.gz"))
+    return Attribution(read_trace(trace_files.RECORDED / f"{name}.json.gz"))
 
 
 def op_event(name: str, *shapes: Any, dtype: str = "c10::BFloat16", **scalars: Any) -> CpuEvent:
@@ -103,4 +104,4 @@ class MadeTrace:
         path = folder / "trace.json"
         content = {"deviceProperties": self.devices, "traceEvents": self.events}
         path.write_text(json.dumps(content))
-        return Attribution(Trace.read(path))
+        return Attribution(read_trace(path))

@@ -8,11 +8,12 @@ from typing import Any
 from made_trace import H200
 from trace_files import Event, kernel, launch, named, op, write_trace
 
-from attnscope.profile.attribution import Attribution
-from attnscope.profile.model_run import Run, summarise
-from attnscope.profile.models import ModelConfig
-from attnscope.profile.records import Record
-from attnscope.profile.trace import Trace
+from attnscope.profile.attribution.owners import Attribution
+from attnscope.profile.trace.reader import read_trace
+from attnscope.studies.lm.model import ModelConfig
+from attnscope.studies.lm.run import Run
+from attnscope.studies.records import Record
+from attnscope.studies.summary import summarise
 
 BF16 = "c10::BFloat16"
 SCORES = [2, 8, 8]
@@ -81,7 +82,7 @@ def _inputs(shapes: list[Any]) -> dict[str, Any]:
 
 def step(folder: Path, core: tuple[Any, ...] = PLAIN, scale: float = 1.0) -> Attribution:
     path = write_trace(folder / "step.json", *step_events(core, scale), deviceProperties=[H200])
-    return Attribution(Trace.read(path))
+    return Attribution(read_trace(path))
 
 
 def record(

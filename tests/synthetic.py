@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from attnscope.bench.store import SCHEMA, strict_row
 from attnscope.bench.workloads import Workload
+from attnscope.common.results import SCHEMA, strict_row
 
 # Share of the roof that an impl reaches at long lengths, and the length at which it has half of it.
 CURVES = {

@@ -10,14 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trace_files import RECORDED, RECORDINGS, cpu, kernel, launch, named, op, write_trace
 
-from attnscope.profile.attribution import Attribution, busy_ns
-from attnscope.profile.audit import audit
-from attnscope.profile.checks import ProfileError, check_tables
-from attnscope.profile.flops import FlopCounts
-from attnscope.profile.kineto import comparison
-from attnscope.profile.own import SENTINEL, WAIT
-from attnscope.profile.show import attribution_line
-from attnscope.profile.tables import (
+from attnscope.profile.analysis.flops import FlopCounts
+from attnscope.profile.analysis.invariants import check_tables
+from attnscope.profile.analysis.kineto import comparison
+from attnscope.profile.analysis.tables import (
     NO_OP,
     NO_RANGE,
     REPLAY,
@@ -28,15 +24,21 @@ from attnscope.profile.tables import (
     operator_table,
     stage_table,
 )
-from attnscope.profile.trace import GpuEvent, Trace
+from attnscope.profile.attribution.audit import audit
+from attnscope.profile.attribution.owners import Attribution, busy_ns
+from attnscope.profile.errors import ProfileError
+from attnscope.profile.render.terminal import attribution_line
+from attnscope.profile.trace.events import GpuEvent, Trace
+from attnscope.profile.trace.markers import SENTINEL, WAIT
+from attnscope.profile.trace.reader import read_trace
 
 
 def recording(name: str) -> Attribution:
-    return Attribution(Trace.read(RECORDED / f"{name}.json.gz"))
+    return Attribution(read_trace(RECORDED / f"{name}.json.gz"))
 
 
 def made(path: Path, *events: dict) -> Attribution:
-    return Attribution(Trace.read(write_trace(path / "made.json", *events)))
+    return Attribution(read_trace(write_trace(path / "made.json", *events)))
 
 
 def operators(owners: Attribution) -> dict[str, dict]:
@@ -406,7 +408,7 @@ def test_a_capture_may_end_on_another_thread(tmp_path: Path) -> None:
         launch(1, 10, "cudaStreamBeginCapture_v10000"), launch(2, 12),
         launch(3, 20, "cudaStreamEndCapture_v10000", tid=2), launch(4, 30),
     )  # fmt: skip
-    found = audit(Trace.read(path))
+    found = audit(read_trace(path))
     assert (found.captured, found.launches, len(found.lost)) == (1, 1, 1)
 
 
@@ -487,7 +489,7 @@ def test_a_thread_with_the_number_of_one_that_ended_owns_its_kernels(tmp_path: P
         op("live", 100, 200, tid=3, **{"External id": 3}),
         launch(4, 131, tid=3, **{"External id": 3}), kernel(4, 135, 139, "c"),
     )  # fmt: skip
-    owners = Attribution(Trace.read(path))
+    owners = Attribution(read_trace(path))
     found = {
         work.name: (getattr(owners.op(work), "name", None), [r.name for r in owners.ranges(work)])
         for work in owners.trace.gpu
@@ -510,7 +512,7 @@ def test_the_profilers_own_work_is_known_by_its_kernel_where_the_thread_is_not(
         named(WAIT, 50, 55, tid=2), named(SENTINEL, 60, 70, tid=2), launch(3, 62),
         kernel(3, 64, 65, spin), launch(10, 80, "cudaDeviceSynchronize"),
     )  # fmt: skip
-    trace = Trace.read(path)
+    trace = read_trace(path)
     assert trace.sentinels == [1, 1] and (trace.start, trace.end) == (20_000, 60_000)
     assert [(e.kind, e.name, e.thread) for e in trace.cpu] == [
         ("op", "mine", 2), ("call", "cudaLaunchKernel", 2)
@@ -529,7 +531,7 @@ def test_a_wait_of_another_thread_meanwhile_is_not_the_profilers(tmp_path: Path)
         named(WAIT, 100, 105), named(SENTINEL, 110, 120), launch(4, 112),
         kernel(4, 114, 115, "spin_kernel"),
     )  # fmt: skip
-    trace = Trace.read(path)
+    trace = read_trace(path)
     assert trace.sentinels == [1, 1] and [k.name for k in trace.gpu] == ["raw"]
     assert [r.name for r in Attribution(trace).ranges(trace.gpu[0])] == ["mine"]
 
@@ -540,7 +542,7 @@ def test_ranges_are_those_of_the_op_where_clocks_differ(tmp_path: Path) -> None:
         named("forward", 10, 50), op("mm", 10, 50, **{"External id": 1}),
         launch(1, 9.8, **{"External id": 1}), kernel(1, 60, 70, **{"External id": 1}),
     )  # fmt: skip
-    owners = Attribution(Trace.read(path))
+    owners = Attribution(read_trace(path))
     (work,) = owners.trace.gpu
     assert [r.name for r in owners.ranges(work)] == ["forward"]
     assert tables(owners)[2].set_index("range")["gpu_us"]["forward"] == 10.0
@@ -555,7 +557,7 @@ def test_what_a_region_cuts_is_no_capture_that_began_before_it(tmp_path: Path) -
         named("CaptureBatch", 1, 4, tid=2), launch(9, 60, "cudaStreamIsCapturing", tid=2),
         kernel(0, 80, 81),
     )  # fmt: skip
-    trace = Trace.read(path)
+    trace = read_trace(path)
     found = audit(trace)
     assert (found.captured, found.launches, found.problem) == (1, 0, None)
     assert [work.start for work in trace.gpu] == [33_000]  # no correlation, by its time

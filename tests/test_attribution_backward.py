@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from trace_files import RECORDED, cpu, kernel, launch, named, op, write_trace
 
-from attnscope.profile.attribution import Attribution
-from attnscope.profile.flops import FlopCounts
-from attnscope.profile.tables import stage_table
-from attnscope.profile.trace import Trace
+from attnscope.profile.analysis.flops import FlopCounts
+from attnscope.profile.analysis.tables import stage_table
+from attnscope.profile.attribution.owners import Attribution
+from attnscope.profile.trace.reader import read_trace
 
 
 def made(path: Path, *events: dict) -> Attribution:
-    return Attribution(Trace.read(write_trace(path / "made.json", *events)))
+    return Attribution(read_trace(write_trace(path / "made.json", *events)))
 
 
 def unpacked(name: str) -> list[dict]:
@@ -162,7 +162,7 @@ def test_python_frames_of_other_threads_leave_a_recorded_backward_in_its_range(
     events.append(frame("threading.py(1002): _bootstrap", start, end, 0))
     path = tmp_path / "stack.json"
     path.write_text(json.dumps({"traceEvents": events}))
-    owners = Attribution(Trace.read(path))
+    owners = Attribution(read_trace(path))
     kernels = owners.trace.kernels
     assert sum("backward" in [r.name for r in owners.ranges(k)] for k in kernels) == 102
 

@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from attnscope.bench.impls import IMPLS, Impl, resolve
-from attnscope.bench.nvml import Nvml
 from attnscope.bench.proof import names_of
 from attnscope.bench.runner import check, run_sweep
-from attnscope.bench.store import Results, read_results
 from attnscope.bench.timing import (
     CudaEvents,
     CudaGraph,
@@ -23,6 +21,8 @@ from attnscope.bench.timing import (
     time_interleaved,
 )
 from attnscope.bench.workloads import Workload
+from attnscope.common.hardware.nvml import Nvml
+from attnscope.common.results import Results, read_results
 
 pytestmark = pytest.mark.gpu
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="module")
 def check_tree():
+    sys.path.insert(0, str(ROOT / "tools"))  # where a script finds the modules beside it
     spec = importlib.util.spec_from_file_location("check_tree", ROOT / "tools/check_tree.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -165,9 +167,70 @@ def test_ignored_files_and_recorded_data_are_left_alone(findings, tmp_path):
     assert findings("white_space", files) == []
 
 
+@pytest.mark.parametrize(
+    ("path", "line", "problem"),
+    [
+        ("common/console.py", "import attnscope.ops", "ops: level 'ops' is above level 'ground'"),
+        ("ops.py", "from attnscope.bench import runner", "bench: level 'tools' is above"),
+        (
+            "timeline/a.py",
+            "    from attnscope.bench.x import y",
+            "bench.x: parts of level 'tools'",
+        ),
+        ("bench/a.py", "from attnscope.studies.lm import b", "studies.lm: level 'studies' is"),
+        ("studies/a.py", "from attnscope import cli", "cli: level 'command line' is"),
+        (
+            "profile/trace/a.py",
+            "from attnscope.profile.api import b",
+            "profile.api: api comes",
+        ),
+        ("profile/render/a.py", "from attnscope.profile import b", "profile: a part of profile"),
+    ],
+)
+def test_an_import_against_the_order_is_found(findings, path, line, problem):
+    text = f"def function():\n{line}\n" if line.startswith(" ") else f"\n{line}\n"
+    files = {f"python/attnscope/{path}": text, "python/attnscope/cli.py": "\n"}
+    (found,) = findings("import_order", files)
+    assert found.startswith(f"python/attnscope/{path}:2: imports {problem}")
+
+
+def test_a_module_without_a_place_in_the_order_is_found(findings):
+    (found,) = findings("import_order", {"python/attnscope/new/a.py": "import torch\n"})
+    assert found.endswith("a.py:1: new has no place in LEVELS of tools/import_rules.py")
+
+
+def test_imports_down_the_order_pass(findings):
+    files = {
+        "python/attnscope/__init__.py": "from attnscope.functional import attention\n",
+        "python/attnscope/cli.py": "from attnscope.bench import a\nimport attnscope.doctor\n",
+        "python/attnscope/studies/a.py": "from attnscope.bench.a import b\n",
+        "python/attnscope/bench/a.py": "from attnscope import __version__, ops, ranges\n",
+        "python/attnscope/profile/__init__.py": "from attnscope.profile.api import Profile\n",
+        "python/attnscope/profile/api.py": "from attnscope.profile.render.html import page\n",
+        "python/attnscope/ops.py": "from attnscope.functional import x\n",
+    }
+    assert findings("import_order", files) == []
+    assert findings("import_circles", files) == []
+
+
+def test_a_circle_of_imports_is_found_once(findings):
+    under = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from attnscope.ops import x\n"
+    files = {
+        "python/attnscope/ops.py": "def f():\n    from attnscope.functional import x\n",
+        "python/attnscope/functional.py": "from attnscope import reference\n",
+        "python/attnscope/reference.py": under,
+        "python/attnscope/kernels.py": "from attnscope.ops import x\n",
+    }
+    (found,) = findings("import_circles", files)
+    assert found == (
+        "python/attnscope/functional.py:1: imports in a circle: "
+        "functional -> reference -> ops -> functional"
+    )
+
+
 def test_an_unknown_rule_is_named(check_tree, tmp_path, capsys):
     assert check_tree.main(tmp_path, ["ring"]) == 2
     assert (
-        "no rule ring; there are: rings, budgets, generated, links, white_space"
+        "no rule ring; there are: rings, budgets, generated, links, white_space, import_order, "
         in capsys.readouterr().err
     )

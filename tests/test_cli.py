@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from attnscope import cli
-from attnscope.bench.store import read_results
+from attnscope.common.results import read_results
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["--device", "cpu", "--seq-lengths", "32,48", "--head-dim", "16", "--heads", "2"]

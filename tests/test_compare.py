@@ -10,7 +10,8 @@ import pytest
 from synthetic import CPU, H200, gpu_row, lost_row, ok_row, paper, write
 from typer.testing import CliRunner
 
-from attnscope.bench.compare import bootstrap_ratio, geometric_mean, means, pair_rows
+from attnscope.bench.compare import means, pair_rows
+from attnscope.bench.statistics import bootstrap_ratio, geometric_mean
 from attnscope.cli import build
 
 WORKS = paper()[:4]

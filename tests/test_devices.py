@@ -2,7 +2,7 @@
 
 import pytest
 
-from attnscope.bench.devices import DEVICES, find_device
+from attnscope.common.hardware.devices import DEVICES, find_device
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from attnscope import _load, kernels
+from attnscope.common.hardware.occupancy import sm_of_arch, theoretical_occupancy
 
 
 # What NVIDIA's occupancy calculator (cuda_occupancy.h) says: blocks per SM, and the limiter.
@@ -33,23 +34,24 @@ from attnscope import _load, kernels
 )
 def test_occupancy_is_that_of_the_calculator(arch, registers, threads, shared, blocks, limiter):
     warps = blocks * -(-threads // 32)
-    found = kernels.theoretical_occupancy(registers, threads, shared, arch)
+    found = theoretical_occupancy(registers, threads, shared, sm_of_arch(arch))
     assert found == (warps, warps / 64, limiter)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((64, 128, 0, "sm_70"), "arch is 'sm_70'; allowed: sm_80, sm_90, sm_90a"),
-        ((64, 0, 0, "sm_80"), "threads is 0; allowed: 1 to 1024"),
-        ((64, 1056, 0, "sm_80"), "threads is 1056; allowed: 1 to 1024"),
-        ((256, 128, 0, "sm_80"), "registers is 256; allowed: 1 to 255"),
-        ((64, 128, -1, "sm_80"), "shared_bytes is -1; allowed: 0 or more"),
+        ((64, 128, 0, "sm_70"), "arch must be one of sm_80, sm_90, sm_90a; got 'sm_70'"),
+        ((64, 0, 0, "sm_80"), "threads must be 1 to 1024, got 0"),
+        ((64, 1056, 0, "sm_80"), "threads must be 1 to 1024, got 1056"),
+        ((256, 128, 0, "sm_80"), "registers must be 1 to 255, got 256"),
+        ((64, 128, -1, "sm_80"), "shared_bytes must be 0 or more, got -1"),
     ],
 )
 def test_occupancy_refuses_what_no_kernel_has(arguments, message):
+    *numbers, arch = arguments
     with pytest.raises(ValueError, match=message):
-        kernels.theoretical_occupancy(*arguments)
+        theoretical_occupancy(*numbers, sm_of_arch(arch))
 
 
 TILE = {

@@ -14,7 +14,6 @@ from matplotlib.text import Text
 from synthetic import CPU, CURVES, H200, gpu_row, lost_row, ok_row, paper, write
 from typer.testing import CliRunner
 
-from attnscope.bench.devices import find_device
 from attnscope.bench.figures import STYLES, Kind, draw
 from attnscope.bench.impls import IMPLS
 from attnscope.bench.plots import conditions, footnotes, kinds, plot_file
@@ -22,6 +21,7 @@ from attnscope.bench.series import Family, families, timed
 from attnscope.bench.tables import put_results, results_table
 from attnscope.bench.workloads import Workload, load_suite
 from attnscope.cli import build
+from attnscope.common.hardware.devices import find_device
 
 Row = dict[str, Any]
 H200_CARD, _ = find_device("NVIDIA H200")

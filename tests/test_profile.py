@@ -10,11 +10,12 @@ import pytest
 import torch
 from trace_files import RECORDED, cpu, kernel, launch, op, write_trace
 
-from attnscope.profile import Profile, ProfileError, annotate, profile, session
-from attnscope.profile.audit import Audit
-from attnscope.profile.show import NO_GPU_TIME, attribution_line, heading
-from attnscope.profile.terminal import GAP, fit
-from attnscope.profile.trace import CpuEvent
+from attnscope.profile import Profile, ProfileError, annotate, profile
+from attnscope.profile.attribution.audit import Audit
+from attnscope.profile.record import session
+from attnscope.profile.render.table import GAP, fit
+from attnscope.profile.render.terminal import NO_GPU_TIME, attribution_line, heading
+from attnscope.profile.trace.events import CpuEvent
 
 
 def work(size: int = 32) -> torch.Tensor:
@@ -104,7 +105,7 @@ class Losing:
 
 def losing(monkeypatch: pytest.MonkeyPatch, times: int) -> Losing:
     found = Losing(times)
-    monkeypatch.setattr("attnscope.profile.result.audit", found)
+    monkeypatch.setattr("attnscope.profile.analysis.result.audit", found)
     return found
 
 
@@ -364,7 +365,7 @@ def test_a_table_that_pytorch_cannot_make_is_said_and_the_profile_kept(monkeypat
     def fail(recorder: object) -> None:
         raise UnicodeDecodeError("utf-8", b"\xbe", 0, 1, "invalid start byte")
 
-    monkeypatch.setattr("attnscope.profile.kineto.averages", fail)
+    monkeypatch.setattr("attnscope.profile.analysis.kineto.averages", fail)
     with profile(kineto=True) as found:
         torch.ones(2) + 1
     assert "aten::add" in set(found.operators().name)

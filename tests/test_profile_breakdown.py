@@ -9,10 +9,10 @@ import pytest
 from made_trace import RECORDED, MadeTrace, recorded
 from trace_files import Event, kernel, launch, named, op, write_trace
 
-from attnscope.profile.attribution import ENGINE, Attribution, busy_ns
-from attnscope.profile.breakdown import PARTS, find_steps, program_window, step_breakdown
-from attnscope.profile.own import WAIT
-from attnscope.profile.trace import Trace
+from attnscope.profile.analysis.steps import PARTS, find_steps, program_window, step_breakdown
+from attnscope.profile.attribution.owners import ENGINE, Attribution, busy_ns
+from attnscope.profile.trace.markers import WAIT
+from attnscope.profile.trace.reader import read_trace
 
 
 def parts(table: pandas.DataFrame) -> pandas.DataFrame:
@@ -101,12 +101,12 @@ def test_steps_are_of_one_thread(tmp_path: Path) -> None:
     work = [op("copy", 10 * at, 10 * at + 5, tid=2) for at in range(9)]
     train = [named("train", 20 + 30 * at, 45 + 30 * at) for at in range(3)]
     path = write_trace(tmp_path / "t.json", *load, *work, *train, launch(1, 30), kernel(1, 32, 40))
-    steps, rule = find_steps(Attribution(Trace.read(path)))
+    steps, rule = find_steps(Attribution(read_trace(path)))
     assert [step.name for step in steps] == ["train 0", "train 1", "train 2"]
     assert rule == "from one outermost range 'train' to the next"
     waits = [named(WAIT, -9, -5), named(WAIT, 110, 112)]
     path = write_trace(tmp_path / "t.json", *load, *work, *train, *waits)
-    assert len(find_steps(Attribution(Trace.read(path)))[0]) == 3
+    assert len(find_steps(Attribution(read_trace(path)))[0]) == 3
 
 
 def test_steps_are_not_those_of_an_autograd_thread(tmp_path: Path) -> None:
@@ -121,5 +121,5 @@ def test_steps_are_not_those_of_an_autograd_thread(tmp_path: Path) -> None:
             events.append(named("nccl:all_reduce", start, start + 50, tid=9))
             events += [launch(number, start + 5, tid=9), kernel(number, start + 9, start + 30)]
     path = write_trace(tmp_path / "t.json", *events)
-    steps, _ = find_steps(Attribution(Trace.read(path)))
+    steps, _ = find_steps(Attribution(read_trace(path)))
     assert [step.name for step in steps] == ["forward 0", "forward 1", "forward 2"]

@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from made_trace import MadeTrace, recorded
 from trace_files import RECORDED, RECORDINGS, kernel, launch, named, op, write_trace
 
-from attnscope.profile import ProfileError, checks
-from attnscope.profile.attribution import Attribution
-from attnscope.profile.breakdown import step_breakdown
-from attnscope.profile.efficiency import efficiency
-from attnscope.profile.flops import FlopCounts, trace_device
-from attnscope.profile.links import kernel_links, line_table
-from attnscope.profile.result import Profile
-from attnscope.profile.tables import (
+from attnscope.profile import ProfileError
+from attnscope.profile.analysis import invariants as checks
+from attnscope.profile.analysis.efficiency import efficiency
+from attnscope.profile.analysis.flops import FlopCounts, trace_device
+from attnscope.profile.analysis.links import kernel_links, line_table
+from attnscope.profile.analysis.steps import step_breakdown
+from attnscope.profile.analysis.tables import (
     copies_table,
     kernel_table,
     memory_table,
@@ -29,7 +28,9 @@ from attnscope.profile.tables import (
     operator_table,
     stage_table,
 )
-from attnscope.profile.trace import Trace
+from attnscope.profile.api import Profile
+from attnscope.profile.attribution.owners import Attribution
+from attnscope.profile.trace.reader import read_trace
 
 Table = pandas.DataFrame
 
@@ -197,7 +198,7 @@ def test_a_profile_gives_no_table_out_unchecked(
         raise ProfileError("refused")
 
     check = "tables" if table in ("operators", "kernels", "stages") else table
-    monkeypatch.setattr(f"attnscope.profile.result.check_{check}", refuse)
+    monkeypatch.setattr(f"attnscope.profile.analysis.result.check_{check}", refuse)
     with pytest.raises(ProfileError, match="refused"):
         getattr(Profile.read(RECORDED / "stack.json.gz"), table)()
 
@@ -267,7 +268,7 @@ def test_no_made_up_program_is_refused(tmp_path_factory, ranges, ops, work) -> N
         start = at + 2 + wait
         events += [launch(number, at, tid=tid), kernel(number, start, start + length, stream=tid)]
     path = write_trace(tmp_path_factory.mktemp("made") / "t.json", *events)
-    owners = Attribution(Trace.read(path))
+    owners = Attribution(read_trace(path))
     checks.check_tables(owners, *tables(owners).values())
     checks.check_modules(owners, module_table(owners))
     if events:

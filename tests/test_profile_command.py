@@ -17,8 +17,8 @@ from trace_files import RECORDED, kernel, launch, named, op, write_trace
 from typer.testing import CliRunner
 
 from attnscope.cli import build
-from attnscope.profile.audit import Audit
-from attnscope.profile.trace import CpuEvent
+from attnscope.profile.attribution.audit import Audit
+from attnscope.profile.trace.events import CpuEvent
 
 SCRIPT = """
 import sys, torch
@@ -102,7 +102,7 @@ def test_tables_are_no_wider_than_the_terminal_whatever_the_names(
         events += [named(name, start, start + 900), op(name, start + 1, start + 800)]
         events += [launch(at + 1, start + 2), kernel(at + 1, start + 9, start + 12345, name)]
         events += [launch(at + 50, start + 850), kernel(at + 50, start + 870, start + 880, name)]
-    monkeypatch.setattr("attnscope.profile.terminal.console", narrow)
+    monkeypatch.setattr("attnscope.profile.render.table.console", narrow)
     for path in (write_trace(tmp_path / "odd.json", *events), RECORDED / "stack.json.gz"):
         code, out = run("--trace", str(path), "--full-names")
         assert code == 0 and "\x1b" not in out.replace("\x1b[1m", "").replace("\x1b[0m", "")
@@ -209,7 +209,7 @@ def test_a_script_whose_events_were_lost_runs_again(
 ) -> None:
     lost = [CpuEvent("call", "cudaLaunchKernel", 1, 0, 1)]
     audits = [Audit(launches=5, lost=lost), Audit(launches=5)]
-    monkeypatch.setattr("attnscope.profile.result.audit", lambda trace: audits.pop(0))
+    monkeypatch.setattr("attnscope.profile.analysis.result.audit", lambda trace: audits.pop(0))
     code, out = run(script)
     assert code == 0 and audits == [] and out.count("arguments []") == 2
     audits.append(Audit(launches=5, lost=lost))
@@ -226,7 +226,7 @@ def test_a_script_that_fails_when_it_runs_again_is_told_as_its_own_failure(
         "if seen.exists(): raise RuntimeError('mine')\nseen.touch()\n"
     )
     lost = Audit(launches=5, lost=[CpuEvent("call", "cudaLaunchKernel", 1, 0, 1)])
-    monkeypatch.setattr("attnscope.profile.result.audit", lambda trace: lost)
+    monkeypatch.setattr("attnscope.profile.analysis.result.audit", lambda trace: lost)
     code, out = run(str(path))
     assert code == 1 and "Running the script again" in out
     assert "cannot be read" not in out
@@ -425,7 +425,7 @@ def test_a_record_that_cannot_be_read_is_not_the_fault_of_the_script(
     def broken(self: Any, source: Path) -> None:
         raise KeyError("ours")
 
-    monkeypatch.setattr("attnscope.profile.result.Profile.fill", broken)
+    monkeypatch.setattr("attnscope.profile.api.Profile.fill", broken)
     code, out = run(script)
     assert code == 1 and "the record cannot be read: KeyError: 'ours'" in out
     assert "Traceback" not in out

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from made_trace import RECORDED, MadeTrace, recorded
 
-from attnscope.profile.attribution import Attribution
-from attnscope.profile.detect import Finding, detect
+from attnscope.profile.analysis.findings import Finding, detect
+from attnscope.profile.attribution.owners import Attribution
 
 BMM, SOFTMAX = "aten::bmm", "aten::_softmax"
 

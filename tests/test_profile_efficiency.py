@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from made_trace import H200, RECORDED, MadeTrace, recorded
 
-from attnscope.profile.attribution import busy_ns
-from attnscope.profile.efficiency import efficiency, kernel_occupancy, theoretical_occupancy
-from attnscope.profile.trace import GpuEvent
+from attnscope.profile.analysis.efficiency import efficiency, filled_share, kernel_occupancy
+from attnscope.profile.attribution.owners import busy_ns
+from attnscope.profile.trace.events import GpuEvent
 
 PROPERTIES = H200
 
@@ -87,7 +87,7 @@ def test_estimate_agrees_with_the_profilers_where_it_has_one() -> None:
         trace = recorded(name).trace
         for one in trace.kernels:
             if one.occupancy is not None:
-                theoretical = theoretical_occupancy(one, trace.devices[0])
+                theoretical = filled_share(one, trace.devices[0])
                 assert isinstance(theoretical, float) and one.warps_per_sm is not None
                 assert min(theoretical, one.warps_per_sm / 64) * 100 == pytest.approx(
                     one.occupancy, abs=0.51
@@ -110,7 +110,7 @@ def test_estimate_agrees_with_the_profilers_where_it_has_one() -> None:
     ),
 )
 def test_theoretical_occupancy(threads: int, registers: int, shared: int, share: float) -> None:
-    assert theoretical_occupancy(kernel(threads, registers, shared), PROPERTIES) == share
+    assert filled_share(kernel(threads, registers, shared), PROPERTIES) == share
 
 
 def test_a_small_grid_limits_occupancy() -> None:
@@ -135,5 +135,5 @@ def test_what_is_missing_has_a_reason(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", sorted({*H200} - {"id", "name", "totalGlobalMem", "numSms"}))
 def test_a_property_that_the_trace_lacks_is_named(key: str) -> None:
     properties = {name: value for name, value in PROPERTIES.items() if name != key}
-    said = theoretical_occupancy(kernel(128, 32, 0), properties)
+    said = filled_share(kernel(128, 32, 0), properties)
     assert said == f"the trace does not say {key} of GPU 0"

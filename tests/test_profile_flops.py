@@ -10,12 +10,13 @@ from made_trace import H200, MadeTrace, op_event, recorded
 from torch.utils.flop_counter import FlopCounterMode
 
 import attnscope
-from attnscope.bench.devices import Device, find_device
-from attnscope.profile import flops
-from attnscope.profile.attribution import Attribution
-from attnscope.profile.flops import FlopCounts, op_flops, op_work, trace_device
-from attnscope.profile.rates import Work, rate
-from attnscope.profile.trace import CpuEvent, Trace
+from attnscope.common.hardware.devices import Device, find_device
+from attnscope.profile.analysis import flops
+from attnscope.profile.analysis.flops import FlopCounts, op_flops, op_work, trace_device
+from attnscope.profile.analysis.rates import Work, rate
+from attnscope.profile.attribution.owners import Attribution
+from attnscope.profile.trace.events import CpuEvent
+from attnscope.profile.trace.reader import read_trace
 
 Q = (1, 4, 1, 64)  # [B, S, H, D]
 P = (1, 1, 4, 64)  # [B, H, S, D]
@@ -122,7 +123,7 @@ def test_recorded_ops_agree_with_torchs_counter(tmp_path: Path, transposed: bool
         run()
     profiler.export_chrome_trace(str(tmp_path / "cpu.json"))
     found: dict[str, int] = {}
-    for event in Trace.read(tmp_path / "cpu.json").cpu:
+    for event in read_trace(tmp_path / "cpu.json").cpu:
         if event.kind == "op" and (count := op_flops(event)) is not None:
             found[event.name] = found.get(event.name, 0) + count
     expected = {

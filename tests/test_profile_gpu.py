@@ -19,10 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnscope import attention
 from attnscope.profile import Profile, ProfileError, annotate, profile
-from attnscope.profile.attribution import busy_ns
-from attnscope.profile.own import SENTINEL
-from attnscope.profile.show import attribution_line
-from attnscope.profile.tables import NO_OP, REPLAY
+from attnscope.profile.analysis.tables import NO_OP, REPLAY
+from attnscope.profile.attribution.owners import busy_ns
+from attnscope.profile.render.terminal import attribution_line
+from attnscope.profile.trace.markers import SENTINEL
 
 pytestmark = pytest.mark.gpu
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from made_trace import RECORDED, recorded
 
-from attnscope.profile.links import COLUMNS, kernel_links, kernels_of_line, line_table
+from attnscope.profile.analysis.links import COLUMNS, kernel_links, kernels_of_line, line_table
 
 
 @pytest.mark.parametrize("name", RECORDED)

@@ -11,14 +11,16 @@ import pytest
 from made_trace import recorded
 from step_trace import FUSED, record, step
 
-from attnscope.bench.store import Results, read_results
-from attnscope.profile.checks import ProfileError
-from attnscope.profile.document import Document, Section
-from attnscope.profile.model_report import model_report, part_times
-from attnscope.profile.model_run import Run, place, run_all, run_apart, summarise
-from attnscope.profile.models import ModelConfig
-from attnscope.profile.records import Record, check_record, checked
-from attnscope.profile.transformer import pair_report, recipes, runs
+from attnscope.common.results import Results, read_results
+from attnscope.profile.errors import ProfileError
+from attnscope.profile.render.document import Document, Section
+from attnscope.studies.isolation import run_apart
+from attnscope.studies.lm.model import ModelConfig
+from attnscope.studies.lm.pair import pair_report, recipes, runs
+from attnscope.studies.lm.report import model_report
+from attnscope.studies.lm.run import Run, run_all
+from attnscope.studies.records import Record, check_record, checked, part_times
+from attnscope.studies.summary import place, summarise
 
 ENV = {"gpu": "NVIDIA H200", "torch": "2.11", "time": "now"}
 TINY = ModelConfig(d_model=32, d_ff=64, layers=1, heads=2, context=8, vocabulary=20)

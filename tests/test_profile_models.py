@@ -9,16 +9,8 @@ import torch
 from attnscope.bench.impls import Unsupported
 from attnscope.bench.workloads import Workload
 from attnscope.profile import profile
-from attnscope.profile.models import (
-    ADD_NORM,
-    ATTENTION,
-    BACKWARD,
-    CORE,
-    FORWARD,
-    LOSS,
-    MLP,
-    OPTIMIZER,
-    PHASES,
+from attnscope.reference import attention_reference
+from attnscope.studies.lm.model import (
     SIZES,
     ModelConfig,
     Training,
@@ -28,7 +20,17 @@ from attnscope.profile.models import (
     model_config,
     plain_attention,
 )
-from attnscope.reference import attention_reference
+from attnscope.studies.parts import (
+    ADD_NORM,
+    ATTENTION,
+    BACKWARD,
+    CORE,
+    FORWARD,
+    LOSS,
+    MLP,
+    OPTIMIZER,
+    PHASES,
+)
 
 CPU = torch.device("cpu")
 TINY = ModelConfig(d_model=32, d_ff=128, layers=2, heads=4, context=16, vocabulary=50)
@@ -155,7 +157,7 @@ def test_a_graph_that_is_cut_silently_is_no_backward(monkeypatch: pytest.MonkeyP
     def cut(name: str) -> object:
         return lambda q, k, v: q.detach() * 1 + 0 * v
 
-    monkeypatch.setattr("attnscope.profile.models.attention_by", cut)
+    monkeypatch.setattr("attnscope.studies.lm.model.attention_by", cut)
     assert training("flash").no_backward == "sdpa-flash has no backward: no gradient reached q"
 
 
@@ -175,8 +177,8 @@ def test_attention_of_a_layer_as_a_workload() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("impl", ["naive", "sdpa-flash", "sdpa-cudnn", "cuda", "triton"])
 def test_models_on_a_gpu_own_all_their_kernels(impl: str, tmp_path: Path) -> None:
-    from attnscope.profile.model_run import Run, measure
-    from attnscope.profile.records import check_record
+    from attnscope.studies.lm.run import Run, measure
+    from attnscope.studies.records import check_record
 
     config = ModelConfig(d_model=256, d_ff=1024, layers=2, heads=4, context=256)
     record = measure(Run(name="two layers", config=config, impl=impl))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from made_trace import RECORDED, recorded
 
-from attnscope.profile.names import (
+from attnscope.profile.analysis.kernel_names import (
     CATEGORIES,
     LONGEST,
     category,

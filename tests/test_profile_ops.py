@@ -13,13 +13,18 @@ import typer
 from trace_files import RECORDED, RECORDINGS, kernel, launch, named, op, write_trace
 from typer.testing import CliRunner
 
-from attnscope.bench.store import Results, read_results
 from attnscope.bench.timing import Timing
-from attnscope.profile import ops_command, ops_run
-from attnscope.profile.checks import ProfileError
-from attnscope.profile.document import rows_of
-from attnscope.profile.ops_report import attribution_report, missed
-from attnscope.profile.ops_run import (
+from attnscope.common.results import Results, read_results
+from attnscope.profile.api import Profile
+from attnscope.profile.errors import ProfileError
+from attnscope.profile.render.document import rows_of
+from attnscope.profile.trace.markers import SENTINEL
+from attnscope.profile.trace.reader import read_trace
+from attnscope.studies.ops import command as ops_command
+from attnscope.studies.ops import run as ops_run
+from attnscope.studies.ops.reconcile import Work, compare, measurements
+from attnscope.studies.ops.report import attribution_report, missed
+from attnscope.studies.ops.run import (
     CALLS,
     CASES,
     COLD_CASES,
@@ -32,11 +37,7 @@ from attnscope.profile.ops_run import (
     raw_kernels,
     summarise,
 )
-from attnscope.profile.own import SENTINEL
-from attnscope.profile.reconcile import Work, compare, measurements
-from attnscope.profile.records import Record
-from attnscope.profile.result import Profile
-from attnscope.profile.trace import Trace
+from attnscope.studies.records import Record
 
 CPU = torch.device("cpu")
 # All that has kernels in the recording `ops`, three calls of each.
@@ -70,7 +71,7 @@ def tools(row_us: float, events_us: float) -> list[Record]:
 @pytest.mark.parametrize("name", RECORDINGS)
 def test_raw_kernels_are_those_of_the_trace(name: str) -> None:
     path = RECORDED / f"{name}.json.gz"
-    raw, trace = raw_kernels(path), Trace.read(path)
+    raw, trace = raw_kernels(path), read_trace(path)
     assert len(raw) == len(trace.kernels)
     total = sum(one.duration for one in trace.kernels) / 1e3
     assert sum(one["dur"] for one in raw) == pytest.approx(total, abs=1e-6)
@@ -235,7 +236,9 @@ def fake_command(
     """The command on a machine that has a GPU, with these records."""
     monkeypatch.setattr(ops_command, "pick_device", lambda name: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr("attnscope.bench.store.environment", lambda device, settings: {"gpu": "G"})
+    monkeypatch.setattr(
+        "attnscope.common.environment.environment", lambda device, settings: {"gpu": "G"}
+    )
 
     def measure_all(results: Results, device: torch.device, on_done: Any) -> None:
         for record in records:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import typer
 
-from attnscope.bench.store import Results
-from attnscope.profile.document import Document
-from attnscope.profile.outputs import bad_output, finish, make_folder, start
+from attnscope.common.options import make_folder
+from attnscope.common.results import Results
+from attnscope.profile.render.document import Document
+from attnscope.studies.outputs import bad_output, finish, start
 
 ENV = {"device": "cpu"}
 

@@ -9,7 +9,7 @@ import torch
 from made_trace import MadeTrace, recorded
 
 from attnscope.bench.timing import Timing
-from attnscope.profile.reconcile import (
+from attnscope.studies.ops.reconcile import (
     CALL,
     GAP_US,
     START_US,

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from step_trace import record
 
-from attnscope.profile.model_report import model_report
-from attnscope.profile.records import Record, check_configurations, check_record, checked
-from attnscope.profile.transformer import pair_report
+from attnscope.studies.lm.pair import pair_report
+from attnscope.studies.lm.report import model_report
+from attnscope.studies.records import Record, check_configurations, check_record, checked
 
 GPU_KEYS = ("total_us", "owned", "phases", "kernels", "flops", "softmax_flops", "efficiency")
 IDENTITY = {"model", "impl", "precision", "context", "batch", "parameters", "status", "reason"}

@@ -13,15 +13,16 @@ from step_trace import PLAIN, step
 from trace_files import RECORDED, RECORDINGS, kernel, launch, named, op, write_trace
 
 from attnscope.profile import profile
-from attnscope.profile.attribution import Attribution
-from attnscope.profile.checks import ProfileError
-from attnscope.profile.document import Document, Section, cell, number, rows_of
-from attnscope.profile.export import profile_tables, to_json, write_chrome_trace, write_csv
-from attnscope.profile.figures import activity
-from attnscope.profile.icicle import Node, icicle
-from attnscope.profile.report import write_html
-from attnscope.profile.result import Profile
-from attnscope.profile.trace import Trace
+from attnscope.profile.analysis.tree import Node, icicle
+from attnscope.profile.api import Profile
+from attnscope.profile.attribution.owners import Attribution
+from attnscope.profile.errors import ProfileError
+from attnscope.profile.render.chrome_trace import write_chrome_trace
+from attnscope.profile.render.document import Document, Section, cell, number, rows_of
+from attnscope.profile.render.figures import activity
+from attnscope.profile.render.files import profile_tables, to_json, write_csv
+from attnscope.profile.render.html import write_html
+from attnscope.profile.trace.reader import read_trace
 
 VOID = {"meta", "input", "br"}
 
@@ -170,7 +171,7 @@ def test_a_page_of_a_program_without_kernels(tmp_path: Path) -> None:
     assert content["env"]["torch"] == torch.__version__
     assert (content["sm_clock_mhz"] is None) == bool(content["sm_clock_reason"])
     found.export_chrome_trace(tmp_path / "t.json")
-    assert len(Trace.read(tmp_path / "t.json").cpu) >= len(found.trace.cpu)
+    assert len(read_trace(tmp_path / "t.json").cpu) >= len(found.trace.cpu)
 
 
 # The tree
@@ -271,7 +272,7 @@ def test_the_trace_has_our_rows_and_loses_none(name: str, suffix: str, tmp_path:
     found = read(name)
     path = tmp_path / f"t.{suffix}"
     write_chrome_trace(found, path)
-    again = Trace.read(path)
+    again = read_trace(path)
     assert [(k.name, k.start, k.end) for k in again.gpu] == [
         (k.name, k.start, k.end) for k in found.trace.gpu
     ]
@@ -388,4 +389,4 @@ def test_a_tree_whose_parts_are_not_the_whole_is_refused(monkeypatch: pytest.Mon
 
 def test_kernels_that_took_no_time_have_no_activity(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "t.json", op("a", 0, 9), launch(1, 1), kernel(1, 5, 5))
-    assert activity(Attribution(Trace.read(trace))) is None
+    assert activity(Attribution(read_trace(trace))) is None

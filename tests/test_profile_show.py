@@ -14,10 +14,10 @@ from made_trace import H200, MadeTrace
 from trace_files import RECORDED
 
 from attnscope.profile import profile
-from attnscope.profile.export import to_json, write_csv
-from attnscope.profile.report import write_html
-from attnscope.profile.result import Profile
-from attnscope.profile.show import SORTED
+from attnscope.profile.api import Profile
+from attnscope.profile.render.files import to_json, write_csv
+from attnscope.profile.render.html import write_html
+from attnscope.profile.render.terminal import SORTED
 
 
 def read(name: str) -> Profile:

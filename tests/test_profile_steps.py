@@ -14,10 +14,11 @@ import torch
 from typer.testing import CliRunner
 
 from attnscope.cli import build
-from attnscope.profile import Profile, ProfileError, annotate, profile, session
-from attnscope.profile.breakdown import find_steps
-from attnscope.profile.own import STEP
-from attnscope.profile.steps import parse_steps
+from attnscope.profile import Profile, ProfileError, annotate, profile
+from attnscope.profile.analysis.steps import find_steps
+from attnscope.profile.record import session
+from attnscope.profile.record.step_window import parse_steps
+from attnscope.profile.trace.markers import STEP
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -13,12 +13,12 @@ import typer
 from trace_files import RECORDED
 from typer.testing import CliRunner
 
-from attnscope import transformers as registered
+from attnscope.integrations import transformers as registered
 from attnscope.profile import Profile, ProfileError, profile
-from attnscope.profile import transformers_run as run
-from attnscope.profile.models import ATTENTION, CORE, EMBEDDING, FORWARD, LOSS, MLP
-from attnscope.profile.transformers_command import transformers_command
-from attnscope.profile.transformers_report import transformers_report
+from attnscope.studies.llama import run
+from attnscope.studies.llama.command import transformers_command
+from attnscope.studies.llama.report import transformers_report
+from attnscope.studies.parts import ATTENTION, CORE, EMBEDDING, FORWARD, LOSS, MLP
 
 TINY = run.Llama(layers=2, hidden=64, heads=4, kv_heads=2, vocabulary=512, batch=2, context=96)
 SMALL = "--layers 1 --hidden 32 --heads 4 --kv-heads 2 --batch 2 --context 16 --device cpu".split()
@@ -329,3 +329,10 @@ def test_command_on_a_gpu(tmp_path: Path) -> None:
     mine = [row for row in ours["kernels"] if row["part"] == CORE]
     assert {row["category"] for row in mine} == {"attention"}  # no mask, no repeated keys
     assert sum(row["calls"] for row in mine) == 2 * run.PASSES
+
+
+def test_the_old_name_of_the_integration_works_and_says_what_to_use() -> None:
+    sys.modules.pop("attnscope.transformers", None)
+    with pytest.warns(DeprecationWarning, match="import attnscope.integrations.transformers"):
+        from attnscope.transformers import register
+    assert register is registered.register

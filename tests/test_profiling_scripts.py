@@ -16,18 +16,12 @@ import typer
 from typer.testing import CliRunner
 
 from attnscope.bench.impls import ALIASES, DEFAULTS, IMPLS
-from attnscope.profile import model_run
-from attnscope.profile.attached import attached_tool
-from attnscope.profile.attention_command import (
-    BACKWARD,
-    Pass,
-    _backward,
-    _measure,
-    attention_command,
-)
-from attnscope.profile.model_command import lm_command, pair_command
-from attnscope.profile.model_run import Run
-from attnscope.profile.records import Record
+from attnscope.profile.record.attached import attached_tool
+from attnscope.studies.attention import BACKWARD, Pass, _backward, _measure, attention_command
+from attnscope.studies.lm import run as model_run
+from attnscope.studies.lm.command import lm_command, pair_command
+from attnscope.studies.lm.run import Run
+from attnscope.studies.records import Record
 
 ROOT = Path(__file__).parent.parent
 TOOLS = ("NSYS_", "NV_", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH")

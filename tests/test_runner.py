@@ -12,10 +12,11 @@ import torch
 
 from attnscope.bench import runner
 from attnscope.bench.impls import IMPLS, Impl, Unsupported
-from attnscope.bench.runner import above_peak, check, explain, run_sweep
-from attnscope.bench.store import Results, read_results
+from attnscope.bench.runner import above_peak, check, run_sweep
 from attnscope.bench.timing import Settings
 from attnscope.bench.workloads import Workload, expand
+from attnscope.common.console import explain
+from attnscope.common.results import Results, read_results
 from attnscope.reference import attention_reference
 
 CPU = torch.device("cpu")

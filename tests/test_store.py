@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnscope.bench import store
-from attnscope.bench.store import ROW_KEYS, Results, read_results, strict_row
+from attnscope.common import environment
+from attnscope.common import results as store
+from attnscope.common.results import ROW_KEYS, Results, read_results, strict_row
 
 ENV = {key: "same" for key in store.SAME_TO_RESUME}
 
@@ -128,9 +129,9 @@ def test_export_refuses_what_it_cannot_write(tmp_path: Path, monkeypatch):
 
 
 def test_environment_says_what_ran_where():
-    env = store.environment(torch.device("cpu"), {"l2": "warm"})
+    env = environment.environment(torch.device("cpu"), {"l2": "warm"})
     json.dumps(env, allow_nan=False)
     assert env["torch"] == torch.__version__ and env["device"] == "cpu" and env["gpu"] is None
     assert set(store.SAME_TO_RESUME) <= set(env)
-    assert set(env["packages"]) == set(store.PACKAGES)
+    assert set(env["packages"]) == set(environment.PACKAGES)
     assert env["libraries"]["_C"] == "loaded"

@@ -420,7 +420,7 @@ def test_the_command_says_what_was_lost_and_what_differs(tmp_path):
         (["--recording", "none.npz"], "none.npz is no recording"),
         (["--dtype", "fp8", "--device", "cpu"], "dtype: 'fp8'"),
         (["--device", "cpu"], "device: cpu cannot run the Hopper kernel; allowed: H100"),
-        (["--heads", "3", "--kv-heads", "2", "--device", "cpu"], "heads_q: 3"),
+        (["--heads", "3", "--kv-heads", "2", "--device", "cpu"], "heads must be a multiple of kv"),
     ],
 )
 def test_bad_input_is_explained_with_exit_code_2(arguments, message, tmp_path, monkeypatch):

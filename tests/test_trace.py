@@ -21,16 +21,18 @@ from trace_files import (
     write_trace,
 )
 
-from attnscope.profile import Profile, jsonstream
-from attnscope.profile.attribution import Attribution
-from attnscope.profile.audit import audit
-from attnscope.profile.breakdown import find_steps
-from attnscope.profile.own import SENTINEL, STEP, STEPS_END, WAIT
-from attnscope.profile.trace import Trace
+from attnscope.profile import Profile
+from attnscope.profile.analysis.steps import find_steps
+from attnscope.profile.attribution.audit import audit
+from attnscope.profile.attribution.owners import Attribution
+from attnscope.profile.trace import json_stream as jsonstream
+from attnscope.profile.trace.events import Trace
+from attnscope.profile.trace.markers import SENTINEL, STEP, STEPS_END, WAIT
+from attnscope.profile.trace.reader import read_trace
 
 
 def recording(name: str) -> Trace:
-    return Trace.read(RECORDED / f"{name}.json.gz")
+    return read_trace(RECORDED / f"{name}.json.gz")
 
 
 def raw_events(name: str) -> list[dict]:
@@ -105,7 +107,7 @@ def test_a_number_that_is_none_is_missing(bad: str, tmp_path: Path) -> None:
         deviceProperties=[{"name": "NVIDIA H200", "odd": -1}],
     )  # fmt: skip
     path.write_text(path.read_text().replace("-1", bad))
-    (one,) = Trace.read(path).kernels
+    (one,) = read_trace(path).kernels
     assert (one.blocks_per_sm, one.warps_per_sm, one.occupancy) == (None, None, None)
     Profile.read(path).to_json(tmp_path / "p.json")
     (device,) = json.loads((tmp_path / "p.json").read_text(), parse_constant=pytest.fail)["devices"]
@@ -142,16 +144,16 @@ def test_a_file_cut_off_anywhere_is_an_error_that_says_so(tmp_path: Path) -> Non
     for size in [*range(0, len(whole) - 60, 997), len(whole.rstrip()) - 1]:
         path.write_bytes(whole[:size])
         with pytest.raises(ValueError, match=r"cut\.json: (cut off at character \d+|it is empty)"):
-            Trace.read(path)
+            read_trace(path)
     packed = tmp_path / "cut.json.gz"
     packed.write_bytes((RECORDED / "raw.json.gz").read_bytes()[:-500])
     with pytest.raises(ValueError, match=r"cut\.json\.gz: cut off"):
-        Trace.read(packed)
+        read_trace(packed)
     text = json.dumps({"traceEvents": [op('"näm" 漢字', 1, 2)], "a": 1.5}, ensure_ascii=False)
     for size in range(len(text.encode())):
         path.write_bytes(text.encode()[:size])
         with pytest.raises(ValueError, match=r"cut\.json: (cut off at character \d+|it is empty)"):
-            Trace.read(path)
+            read_trace(path)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +177,7 @@ def test_a_file_that_is_no_trace_is_an_error_that_says_why(
     path = tmp_path / "other.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=f"other.json: .*{said}"):
-        Trace.read(path)
+        read_trace(path)
 
 
 def test_garbage_in_the_middle_is_not_taken_for_a_cut(
@@ -186,19 +188,19 @@ def test_garbage_in_the_middle_is_not_taken_for_a_cut(
     good = json.dumps(op("a", 1, 2))
     path.write_text('{"traceEvents": [' + ",".join([good, "{oops}", *[good] * 100]) + "]}")
     with pytest.raises(ValueError, match=r"not JSON at character \d+"):
-        Trace.read(path)
+        read_trace(path)
 
 
 def test_missing_and_packed_nonsense_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="No such file"):
-        Trace.read(tmp_path / "none.json")
+        read_trace(tmp_path / "none.json")
     (tmp_path / "no.json.gz").write_bytes(b"not gzip at all")
     with pytest.raises(ValueError, match="damaged"):
-        Trace.read(tmp_path / "no.json.gz")
+        read_trace(tmp_path / "no.json.gz")
 
 
 def test_an_empty_trace_is_a_trace(tmp_path: Path) -> None:
-    trace = Trace.read(write_trace(tmp_path / "empty.json"))
+    trace = read_trace(write_trace(tmp_path / "empty.json"))
     assert (trace.cpu, trace.gpu, trace.start, trace.end) == ([], [], 0, 0)
 
 
@@ -206,7 +208,7 @@ def test_events_that_cross_do_not_nest(tmp_path: Path) -> None:
     path = write_trace(
         tmp_path / "t.json", named("a", 0, 10), named("b", 5, 15), op("x", 6, 7), op("y", 12, 13)
     )
-    trace = Trace.read(path)
+    trace = read_trace(path)
     parents = {e.name: e.parent for e in trace.cpu}
     assert parents == {"a": -1, "b": -1, "x": 1, "y": 1}
 
@@ -216,14 +218,14 @@ def test_events_of_the_same_time_nest_as_they_are_entered(tmp_path: Path) -> Non
         tmp_path / "t.json",
         op("op", 0, 10), cpu("python_function", "frame", 0, 10), named("range", 0, 10),
     )  # fmt: skip
-    trace = Trace.read(path)
+    trace = read_trace(path)
     assert [e.name for e in trace.cpu] == ["range", "frame", "op"]
     assert [e.parent for e in trace.cpu] == [-1, 0, 1]
 
 
 def test_a_call_that_ends_after_its_op_by_another_clock_belongs_to_it(tmp_path: Path) -> None:
     late = cpu("cuda_runtime", "cudaLaunchKernel", 9, 10.4, correlation=1)
-    trace = Trace.read(write_trace(tmp_path / "t.json", op("op", 0, 10), late))
+    trace = read_trace(write_trace(tmp_path / "t.json", op("op", 0, 10), late))
     assert trace.cpu[1].parent == 0
 
 
@@ -232,7 +234,7 @@ def test_a_correlation_id_that_comes_again_is_that_of_the_last_call_before(tmp_p
         tmp_path / "t.json", op("a", 0, 10), launch(1, 2), op("b", 50, 60), launch(1, 52),
         kernel(1, 5, 6), kernel(1, 70, 80), kernel(0, 90, 91),
     )  # fmt: skip
-    trace = Trace.read(path)
+    trace = read_trace(path)
     parents = [trace.cpu[trace.cpu[k.launch].parent].name for k in trace.kernels[:2]]
     assert parents == ["a", "b"] and trace.kernels[2].launch == -1
 
@@ -245,7 +247,7 @@ def test_sentinels_are_taken_out_and_bound_the_window(tmp_path: Path) -> None:
         named(WAIT, 32, 38), cpu("cuda_runtime", "cudaDeviceSynchronize", 33, 37, correlation=9),
         named(SENTINEL, 40, 50), op("aten::add_", 41, 44),
     )  # fmt: skip
-    trace = Trace.read(path)
+    trace = read_trace(path)
     assert trace.sentinels == [1, 0]
     assert [k.name for k in trace.gpu] == ["mine"]
     assert [e.name for e in trace.cpu] == ["work", "cudaLaunchKernel"]
@@ -276,7 +278,7 @@ def test_marks_of_steps_are_taken_out_and_what_is_open_at_the_end_is_cut(
         op("late", 33, 39, tid=3), launch(6, 34, tid=3), kernel(6, 36, 37),
         op("lost", 60, 70, tid=3), launch(7, 65, tid=3), kernel(8, 11, 12),
     )  # fmt: skip
-    trace = Trace.read(path)
+    trace = read_trace(path)
     assert trace.steps == [(7, 12_000), (8, 17_000)] and trace.sentinels == [1, 1]
     assert [k.correlation for k in trace.gpu] == [8, 2, 3]  # 8 has no launch in the trace
     ends = {e.name: e.end for e in trace.cpu if e.kind != "call"}
@@ -300,7 +302,7 @@ def test_quotes_in_names_are_read_as_pytorch_writes_them(tmp_path: Path, name: s
         text = file.read()
     path = tmp_path / "quotes.json"
     path.write_text(text.replace('"in the thread"', f'"{name}"'))
-    read = Trace.read(path)
+    read = read_trace(path)
     assert {e.name for e in read.cpu if e.kind == "range"} == {name}
     assert len(read.cpu) == len(recording("threads").cpu)
 
@@ -314,7 +316,7 @@ def test_memory_is_bounded_by_the_size_of_the_file(tmp_path: Path) -> None:
         file.write('{"traceEvents": [' + ",\n".join(events * 4) + "]}")
     tracemalloc.start()
     try:
-        trace = Trace.read(path)
+        trace = read_trace(path)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -341,11 +343,11 @@ def test_a_name_may_have_quotes_in_it(
             '  {\n    "name": "Record Window End", "ph": "i", "s": "g",\n    "ts": 9\n  }'
         )
         path.write_text('{\n  "traceEvents": [\n' + ",\n".join(events) + "\n  ]\n}")
-        assert [event.name for event in Trace.read(path).cpu] == names
+        assert [event.name for event in read_trace(path).cpu] == names
 
 
 def test_a_trace_without_events_is_said_to_be_none(tmp_path: Path) -> None:
     for text in ("{}", '{"a": 1}'):
         (tmp_path / "no.json").write_text(text)
         with pytest.raises(ValueError, match=r"no\.json: it has no traceEvents"):
-            Trace.read(tmp_path / "no.json")
+            read_trace(tmp_path / "no.json")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
+from typing import Annotated
 
 import typer
 
@@ -17,7 +19,7 @@ COMMANDS = {
     "profile": ("attnscope.profile.command:profile_command", "Show where GPU time went."),
     "timeline": ("attnscope.timeline.command:timeline_command", "Show a kernel from inside."),
     "kernels": ("attnscope.kernels:kernels_command", "Show what every CUDA kernel uses."),
-    "env": ("attnscope.doctor:env_command", "Show what is installed, what runs, what is missing."),
+    "env": ("attnscope.cli:env_command", "Show what is installed, what runs, what is missing."),
 }
 # Of commands that pass words on to another program: options end where its name stands.
 PASSING = ("profile",)
@@ -39,6 +41,25 @@ def build(wanted: str | None) -> typer.Typer:
             app.command(name, help=summary)(lambda: None)
     app.callback()(lambda: None)
     return app
+
+
+def env_command(
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Show what is installed, which impls run, what is missing and how to get it.
+
+    Exit code 1 where something that the package needs is missing or broken.
+    """
+    from attnscope import doctor
+    from attnscope.bench.availability import availability
+
+    examined = doctor.examine(availability)
+    if as_json:
+        print(json.dumps(examined, indent=1))
+    else:
+        doctor.print_examined(examined)
+    if examined["broken"]:
+        raise typer.Exit(1)
 
 
 def main() -> None:

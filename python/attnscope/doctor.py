@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 
 from attnscope import __version__
 from attnscope._load import REBUILD, library_status
+from attnscope.common.console import console, say
 
 CUDA_BIN = Path("/usr/local/cuda/bin")
 NVIDIA_PARAMS = Path("/proc/driver/nvidia/params")
@@ -120,8 +119,8 @@ def gpus() -> tuple[list[dict[str, Any]], list[str], list[str]]:
     """The CUDA devices of this process, what is wrong with them, and what is worth telling."""
     import torch
 
-    from attnscope.bench.devices import current_device
-    from attnscope.bench.nvml import Nvml
+    from attnscope.common.hardware.devices import current_device
+    from attnscope.common.hardware.nvml import Nvml
 
     driver = Path("/proc/driver/nvidia/version").exists()
     if torch.version.cuda is None:
@@ -154,22 +153,6 @@ def gpus() -> tuple[list[dict[str, Any]], list[str], list[str]]:
     return found, [], []
 
 
-def impls(on_gpu: bool) -> list[dict[str, str | None]]:
-    """Every impl, and why it does not run here (None: it runs), asked with a small workload."""
-    import torch
-
-    from attnscope.bench.impls import IMPLS
-    from attnscope.bench.workloads import Workload
-
-    device = torch.device("cuda" if on_gpu else "cpu")
-    dtype = "bfloat16" if on_gpu else "float32"
-    work = Workload.of(head_dim=64, heads=2, seqlen=128, dtype=dtype)
-    return [
-        {"name": impl.name, "about": impl.about, "missing": impl.cannot(work, device)}
-        for impl in IMPLS.values()
-    ]
-
-
 def counters() -> str:
     """Whether this process may read the GPU's hardware counters, as ncu must."""
     try:
@@ -198,8 +181,12 @@ def _has_capability(bit: int) -> bool:
     return bool(effective and int(effective[1], 16) >> bit & 1)
 
 
-def examine() -> dict[str, Any]:
-    """Everything `attnscope env` shows. `broken` lists what the package needs and does not have."""
+def examine(impls: Callable[[bool], Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """Everything `attnscope env` shows. `broken` lists what the package needs and does not have.
+
+    `impls` gives a mapping of `name`, `about` and `missing` for each implementation of attention,
+    asked whether a GPU is there.
+    """
     import torch
 
     devices, broken, notes = gpus()
@@ -222,7 +209,7 @@ def examine() -> dict[str, Any]:
         "packages": versions,
         "libraries": libraries,
         "gpus": devices,
-        "impls": impls(bool(devices)),
+        "impls": list(impls(bool(devices))),
         "tools": [asdict(find_tool(name)) for name in TOOLS],
         "counters": counters(),
         "notes": notes,
@@ -230,25 +217,7 @@ def examine() -> dict[str, Any]:
     }
 
 
-def env_command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
-) -> None:
-    """Show what is installed, which impls run, what is missing and how to get it.
-
-    Exit code 1 where something that the package needs is missing or broken.
-    """
-    found = examine()
-    if as_json:
-        print(json.dumps(found, indent=1))
-    else:
-        _print(found)
-    if found["broken"]:
-        raise typer.Exit(1)
-
-
-def _print(found: dict[str, Any]) -> None:
-    from attnscope.bench.show import console, say
-
+def print_examined(found: dict[str, Any]) -> None:
     say(f"attnscope {found['attnscope']}, Python {found['python']}, {found['platform']}")
     cuda = (
         f"CUDA {found['torch_cuda']}, cuDNN {found['cudnn']}" if found["torch_cuda"] else "no CUDA"

@@ -1,10 +1,9 @@
 """What every CUDA kernel of this build uses, and how many of its warps fit on an SM."""
 
-import dataclasses
 import json
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -13,76 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from attnscope._load import build_report, library_status
-
-WARP = 32
-MAX_THREADS_PER_BLOCK = 1024
-MAX_REGISTERS_PER_THREAD = 255
-SUBPARTITIONS = 4  # of an SM; each has a quarter of the registers and of the warp slots
-REGISTER_UNIT = 256  # registers are given to a warp in units of this many
-SHARED_UNIT = 128  # shared memory is given to a block in units of this many bytes
-SHARED_RESERVED = 1024  # bytes that the driver takes in each block
-
-
-@dataclasses.dataclass(frozen=True)
-class SM:
-    """Limits of one streaming multiprocessor (CUDA programming guide, compute capabilities)."""
-
-    warps: int
-    blocks: int
-    registers: int
-    shared_bytes: int
-
-
-SMS = {
-    "sm_80": SM(warps=64, blocks=32, registers=65536, shared_bytes=164 * 1024),
-    "sm_90": SM(warps=64, blocks=32, registers=65536, shared_bytes=228 * 1024),
-}
-
-
-class Occupancy(NamedTuple):
-    """Warps that live on an SM at once, their share of its warp slots, and what allows no more."""
-
-    warps_per_sm: int
-    fraction: float
-    limiter: str
-
-
-def theoretical_occupancy(registers: int, threads: int, shared_bytes: int, arch: str) -> Occupancy:
-    """Occupancy of blocks of `threads` threads with `registers` registers each and `shared_bytes`
-    (static and dynamic) of shared memory per block, on `arch` (`sm_80`, `sm_90` or `sm_90a`).
-
-    A block that does not fit at all has 0 warps. The limiter is one or several of `warps`,
-    `blocks`, `registers`, `shared memory`, joined by " and ".
-    """
-    sm = SMS.get(arch.removesuffix("a"))
-    if sm is None:
-        raise ValueError(f"arch is {arch!r}; allowed: {', '.join(SMS)}, sm_90a")
-    if not 1 <= threads <= MAX_THREADS_PER_BLOCK:
-        raise ValueError(f"threads is {threads}; allowed: 1 to {MAX_THREADS_PER_BLOCK}")
-    if not 1 <= registers <= MAX_REGISTERS_PER_THREAD:
-        raise ValueError(f"registers is {registers}; allowed: 1 to {MAX_REGISTERS_PER_THREAD}")
-    if shared_bytes < 0:
-        raise ValueError(f"shared_bytes is {shared_bytes}; allowed: 0 or more")
-
-    warps = _units(threads, WARP)
-    warp_registers = _units(registers * WARP, REGISTER_UNIT) * REGISTER_UNIT
-    # A launch is refused as if a block took registers in all subpartitions alike.
-    block_registers = warp_registers * _units(warps, SUBPARTITIONS) * SUBPARTITIONS
-    resident = sm.registers // SUBPARTITIONS // warp_registers * SUBPARTITIONS
-    block_shared = _units(shared_bytes + SHARED_RESERVED, SHARED_UNIT) * SHARED_UNIT
-    limits = {
-        "warps": sm.warps // warps,
-        "blocks": sm.blocks,
-        "registers": resident // warps if block_registers <= sm.registers else 0,
-        "shared memory": sm.shared_bytes // block_shared,
-    }
-    blocks = min(limits.values())
-    limiter = " and ".join(name for name, limit in limits.items() if limit == blocks)
-    return Occupancy(blocks * warps, blocks * warps / sm.warps, limiter)
-
-
-def _units(amount: int, unit: int) -> int:
-    return -(-amount // unit)
+from attnscope.common.hardware.occupancy import sm_of_arch, theoretical_occupancy
 
 
 def symbol_matches(symbol: str, tile: dict[str, Any]) -> bool:
@@ -111,7 +41,9 @@ def join(tiles: Sequence[dict[str, Any]], usage: Sequence[dict[str, Any]]) -> li
             }
             spills = max(u["spill_store_bytes"] + u["spill_load_bytes"] for u in instances)
             shared = tile["shared_bytes"] + most["static_shared_bytes"]
-            occupancy = theoretical_occupancy(most["registers"], tile["threads"], shared, arch)
+            occupancy = theoretical_occupancy(
+                most["registers"], tile["threads"], shared, sm_of_arch(arch)
+            )
             rows.append(
                 {
                     **tile,

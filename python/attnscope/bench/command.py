@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from attnscope.bench import show
 from attnscope.bench.workloads import DTYPE_SHORT, Workload, expand, load_suite, suite_names
+from attnscope.common.console import console, say
+from attnscope.common.options import Device, bad_input, integers, pick_device, split
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,6 @@ Causal = Annotated[
 Impls = Annotated[
     str | None, typer.Option(help="Impls or aliases, such as cuda,triton,flash; see --list.")
 ]
-Device = Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu; left out, a GPU if any.")]
 Seed = Annotated[int, typer.Option(help="Seed of the inputs and of the order of timing.")]
 ListThem = Annotated[bool, typer.Option("--list", help="List suites and impls, and stop.")]
 
@@ -107,8 +106,9 @@ def bench_command(
         return
     with bad_input("bench"):
         from attnscope.bench.impls import BASELINES, resolve
-        from attnscope.bench.store import Results, environment
         from attnscope.bench.timing import Settings, make_timer
+        from attnscope.common.environment import environment
+        from attnscope.common.results import Results
 
         shape = dict(head_dim=head_dim, heads=heads, kv_heads=kv_heads, batch=batch, dtype=dtype)
         works = pick_works(suite, seq_lengths, shape, causal, where.type, default="quick")
@@ -124,9 +124,9 @@ def bench_command(
     lost = _sweep(works, impls, base, results, where, settings)
     ids = {work.id for work in works}
     show.print_bench([row for row in results.rows if row["workload"] in ids], results.env)
-    show.say(f"{len(results.rows)} rows in {output}")
+    say(f"{len(results.rows)} rows in {output}")
     if lost:
-        show.say(f"bench: not finished: {lost}; go on with --resume", "red")
+        say(f"bench: not finished: {lost}; go on with --resume", "red")
         raise typer.Exit(1)
 
 
@@ -153,7 +153,7 @@ def _sweep(
             return run_sweep(works, impls, base, results, device, settings, advance)
         except KeyboardInterrupt:
             progress.stop()
-            show.say(f"bench: stopped; {results.path} is whole, go on with --resume", "red")
+            say(f"bench: stopped; {results.path} is whole, go on with --resume", "red")
             raise typer.Exit(130) from None
 
 
@@ -202,7 +202,8 @@ def _check_all(
     works: list[Workload], impls: list[Impl], kinds: list[str], seed: int, device: torch.device
 ) -> bool:
     from attnscope.bench.impls import Unsupported
-    from attnscope.bench.runner import check, context_is_lost, explain
+    from attnscope.bench.runner import check, context_is_lost
+    from attnscope.common.console import explain
 
     report = show.CheckReport()
     for work in works:
@@ -223,7 +224,7 @@ def _check_all(
                 except Exception as error:
                     report.failed(impl.name, work, kind, explain(error))
                     if device.type == "cuda" and context_is_lost(error):
-                        show.say("check: the CUDA context is lost, nothing more can run", "red")
+                        say("check: the CUDA context is lost, nothing more can run", "red")
                         return report.finish(complete=False)
     return report.finish()
 
@@ -234,39 +235,9 @@ def export_command(
 ) -> None:
     """Write the rows of a result file as a table; lists become JSON text."""
     with bad_input("export"):
-        from attnscope.bench.store import export
+        from attnscope.common.results import export
 
         export(results, target)
-
-
-@contextmanager
-def bad_input(command: str) -> Iterator[None]:
-    """Turn a ValueError into one line and exit code 2."""
-    try:
-        yield
-    except ValueError as error:
-        show.say(f"{command}: {error}", "red")
-        raise typer.Exit(2) from None
-
-
-def pick_device(name: str | None) -> torch.device:
-    """A device that is there. Raises ValueError for any other."""
-    import torch
-
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"device: {name!r} is not cuda, cuda:N or cpu") from None
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if device.type != "cuda":
-        raise ValueError(f"device: {name!r} is not cuda, cuda:N or cpu")
-    count, index = torch.cuda.device_count(), device.index or 0
-    if index >= count:
-        raise ValueError(f"device: {name!r} is not there; PyTorch sees {count} CUDA devices")
-    return torch.device("cuda", index)
 
 
 def pick_impls(names: str | None, device_type: str) -> list[Impl]:
@@ -277,7 +248,7 @@ def pick_impls(names: str | None, device_type: str) -> list[Impl]:
         return resolve(DEFAULTS[device_type])
     for name in split(names):
         if name in ALIASES:
-            show.say(f"{name} is {ALIASES[name]}")
+            say(f"{name} is {ALIASES[name]}")
     return resolve(split(names))
 
 
@@ -311,32 +282,19 @@ def pick_works(
     return expand(case | {"seqlen": integers(seq_lengths, "--seq-lengths")})
 
 
-def split(text: str) -> list[str]:
-    """The words of a list with commas."""
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def integers(text: str, option: str) -> list[int]:
-    """The positive integers of a list with commas."""
-    words = split(text)
-    if not words or not all(word.isdecimal() and int(word) for word in words):
-        raise ValueError(f"{option}: {text!r} is not a list of positive integers such as 128,256")
-    return [int(word) for word in words]
-
-
 def list_choices(device: torch.device) -> None:
     """Print suites, impls with what they need, aliases."""
     from attnscope.bench.impls import ALIASES, IMPLS
 
-    show.say("suites: " + ", ".join(suite_names()))
-    show.say(f"impls, on {device}:")
+    say("suites: " + ", ".join(suite_names()))
+    say(f"impls, on {device}:")
     for impl in IMPLS.values():
         why = impl.absent() if device.type in impl.ran else f"runs on {' and '.join(impl.ran)}"
-        show.say(f"  {impl.name:15} {impl.about}" + (f" [{why}]" if why else ""))
-    show.say("aliases: " + ", ".join(f"{short} is {name}" for short, name in ALIASES.items()))
+        say(f"  {impl.name:15} {impl.about}" + (f" [{why}]" if why else ""))
+    say("aliases: " + ", ".join(f"{short} is {name}" for short, name in ALIASES.items()))
 
 
 def _progress() -> Progress:
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     text = TextColumn("{task.description}")
-    return Progress(*columns, text, console=show.console(stderr=True))
+    return Progress(*columns, text, console=console(stderr=True))

@@ -18,31 +18,15 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from attnscope.bench.store import read_results
+from attnscope.bench.statistics import LEAST_SAMPLES, bootstrap_ratio, geometric_mean
 from attnscope.bench.workloads import Workload
+from attnscope.common.results import read_results
 
 Row = Mapping[str, Any]
-LEAST_SAMPLES = 5  # fewer give no interval
-RESAMPLES = 2000
-CONFIDENCE = 0.95
 CLOCK_TOLERANCE = 0.05  # runs whose SM clocks are further apart are not the same experiment
 # What must agree for two runs to be compared, and what is only told where it differs.
 SAME = {"cuda": ("device", "gpu", "gpu_sms", "power_limit_w"), "cpu": ("device", "cpu", "threads")}
 TOLD = ("torch", "cuda", "driver", "cudnn", "triton", "attnscope", "git_sha")
-
-
-def bootstrap_ratio(
-    a_ms: Sequence[float], b_ms: Sequence[float], seed: int = 0
-) -> tuple[float, float]:
-    """95 % interval of median(a_ms) / median(b_ms), by resampling both sides; seeded."""
-    rng = np.random.default_rng(seed)
-    a, b = (
-        np.median(rng.choice(np.asarray(side, float), (RESAMPLES, len(side))), axis=1)
-        for side in (a_ms, b_ms)
-    )
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(a / b, [tail, 1 - tail])
-    return float(low), float(high)
 
 
 @dataclass(frozen=True)
@@ -132,12 +116,6 @@ def _pair(a: Row | None, b: Row | None) -> Pair:
     if min(map(len, samples)) < LEAST_SAMPLES:
         return Pair(impl, work, a, b, ratio)
     return Pair(impl, work, a, b, ratio, *bootstrap_ratio(*samples))
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    """Geometric mean of positive values; NaN of none."""
-    logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs)) if logs else math.nan
 
 
 def differences(env_a: Row, env_b: Row, pairs: Sequence[Pair]) -> tuple[list[str], list[str]]:
@@ -270,8 +248,8 @@ def compare_command(
     the limit whose interval excludes 1, on a geometric mean below it, and on a row that has a time
     in A but is wrong, failed, skipped or missing in B. Exit codes: 1 the gate failed, 2 bad input.
     """
-    from attnscope.bench.command import bad_input
-    from attnscope.bench.show import console, say
+    from attnscope.common.console import console, say
+    from attnscope.common.options import bad_input
 
     with bad_input("compare"):
         if fail_below is not None and not 0 < fail_below <= 1:

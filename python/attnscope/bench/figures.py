@@ -5,13 +5,13 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attnscope.bench.devices import Roof
 from attnscope.bench.series import Family, Panel, Point, case_label
+from attnscope.common.hardware.devices import Roof
+from attnscope.common.plotting import INK, RC
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,20 +46,6 @@ STYLES = {
     "naive": Style("#7F7F7F", "d", "-."),
 }
 OTHER = Style("#B0B0B0", ".", ":")
-RC: Any = {
-    "font.size": 8.5,
-    "axes.titlesize": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#E6E6E6",
-    "grid.linewidth": 0.6,
-    "legend.frameon": False,
-    "savefig.dpi": 200,
-    "svg.hashsalt": "attnscope",
-}
-INK = "#555555"
 ROOF: dict[str, Any] = {"color": "#B0B0B0", "linewidth": 3.0, "zorder": 2, "solid_capstyle": "butt"}
 LINE: dict[str, Any] = {"color": INK, "linewidth": 0.8, "linestyle": (0, (4, 2)), "zorder": 1}
 
@@ -105,17 +91,6 @@ def draw(family: Family, kind: Kind, title: str, conditions: str, notes: Sequenc
         box = head.get_window_extent().transformed(figure.transFigure.inverted())
         figure.text(0.01, box.y0, conditions, va="bottom", fontsize=8.5, color=INK)
     return figure
-
-
-def save(figure: Figure, stem: Path) -> list[Path]:
-    """Write a figure as `<stem>.png` and `<stem>.svg`; the same bytes for the same numbers."""
-    import matplotlib
-
-    targets = [stem.with_name(stem.name + suffix) for suffix in (".png", ".svg")]
-    with matplotlib.rc_context(RC):
-        for target in targets:
-            figure.savefig(target, metadata={"Date": None} if target.suffix == ".svg" else None)
-    return targets
 
 
 def _draw_panels(figure: Figure, family: Family, kind: Kind) -> dict[str, Any]:

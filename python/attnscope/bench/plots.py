@@ -1,7 +1,7 @@
 """Figures of a result file: throughput, ratio to a baseline, share of the roof, latency.
 
 Nothing is measured or assumed here: every number comes from the file, the ceilings from
-`attnscope.bench.devices`.
+`attnscope.common.hardware.devices`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import Annotated, Any
 
 import typer
 
-from attnscope.bench.compare import bootstrap_ratio
-from attnscope.bench.devices import Device, Roof, find_device
-from attnscope.bench.figures import Kind, Value, draw, save
+from attnscope.bench.figures import Kind, Value, draw
 from attnscope.bench.series import Family, Point, families, scale_label, timed
-from attnscope.bench.store import read_results
+from attnscope.bench.statistics import bootstrap_ratio
 from attnscope.bench.tables import put_results
 from attnscope.bench.workloads import DTYPE_SHORT
+from attnscope.common.hardware.devices import Device, Roof, find_device
+from attnscope.common.plotting import save
+from attnscope.common.results import read_results
 
 Row = Mapping[str, Any]
 BASELINES = ("sdpa-flash", "sdpa-efficient", "sdpa-math", "naive")
@@ -190,8 +191,8 @@ def plot_command(
     ] = None,
 ) -> None:
     """Draw result files: throughput, ratio to a baseline, share of the roof; for a CPU, latency."""
-    from attnscope.bench.command import bad_input
-    from attnscope.bench.show import say
+    from attnscope.common.console import say
+    from attnscope.common.options import bad_input
 
     with bad_input("plot"):
         written = {path: plot_file(path, output_dir, baseline) for path in results}

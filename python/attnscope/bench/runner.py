@@ -6,7 +6,6 @@ result file is saved after every workload, so a killed sweep loses at most one a
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -15,12 +14,9 @@ import numpy as np
 import torch
 
 from attnscope import numerics
-from attnscope.bench.compare import LEAST_SAMPLES, bootstrap_ratio
-from attnscope.bench.devices import current_device
 from attnscope.bench.impls import Impl, Unsupported
-from attnscope.bench.nvml import Nvml
 from attnscope.bench.proof import names_of
-from attnscope.bench.store import Results
+from attnscope.bench.statistics import LEAST_SAMPLES, bootstrap_ratio
 from attnscope.bench.timing import (
     Call,
     Settings,
@@ -30,6 +26,10 @@ from attnscope.bench.timing import (
     time_interleaved,
 )
 from attnscope.bench.workloads import Workload
+from attnscope.common.console import explain
+from attnscope.common.hardware.devices import current_device
+from attnscope.common.hardware.nvml import Nvml
+from attnscope.common.results import Results
 from attnscope.ranges import CHECK, nvtx_range
 
 Row = dict[str, Any]
@@ -285,17 +285,6 @@ def context_is_lost(error: Exception) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def explain(error: BaseException) -> str:
-    """One line: what it was, what it said, where it was raised in Python."""
-    said = (str(error).strip() or "no message").splitlines()[0]
-    kind = type(error).__name__
-    if isinstance(error, torch.OutOfMemoryError):
-        kind = "out of memory"
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno})" if frames else ""
-    return f"{kind}: {said}{where}"
 
 
 def above_peak(row: Row, peak: float | None, unknown: str | None) -> Row:

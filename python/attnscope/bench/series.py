@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from attnscope.bench.devices import Device, Roof
 from attnscope.bench.workloads import DTYPE_SHORT, Workload
+from attnscope.common.hardware.devices import Device, Roof
 
 Row = Mapping[str, Any]
 

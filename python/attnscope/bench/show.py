@@ -8,31 +8,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from attnscope.bench.compare import geometric_mean
+from attnscope.bench.statistics import geometric_mean
 from attnscope.bench.workloads import DTYPE_SHORT, Workload
+from attnscope.common.console import console, say
 
 if TYPE_CHECKING:
     from attnscope.numerics import Verdict
 
 Row = Mapping[str, Any]
 _TAGS = {"wrong": "[red]wrong[/]", "failed": "[red]failed[/]", "skipped": "[dim]-[/]"}
-
-
-def console(stderr: bool = False) -> Console:
-    """A console; wide where the output is a file or a pipe."""
-    found = Console(stderr=stderr)
-    if not found.is_terminal:
-        found.width = 180
-    return found
-
-
-def say(line: str, style: str | None = None, stderr: bool = False) -> None:
-    """One line, as it is."""
-    out = console(stderr)
-    out.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def print_bench(rows: Sequence[Row], env: Row) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnscope.bench.compare import geometric_mean
 from attnscope.bench.series import Point, timed
-from attnscope.bench.store import read_results
+from attnscope.bench.statistics import geometric_mean
 from attnscope.bench.workloads import DTYPE_SHORT, Workload
+from attnscope.common.results import read_results
 
 Row = Mapping[str, Any]
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"

@@ -11,13 +11,14 @@ import typer
 from rich import box
 from rich.table import Table
 
-from attnscope.bench.command import bad_input, pick_device
-from attnscope.bench.show import console, say
-from attnscope.bench.workloads import DTYPE_SHORT, Workload
+from attnscope.common.console import console, say
+from attnscope.common.options import bad_input, pick_device
 
 if TYPE_CHECKING:
+    from attnscope.inputs import Case
     from attnscope.timeline.recording import Recording
 
+DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 TOKENS, HIDDEN = 16384, 2048  # what batch and heads follow from where they are left out
 OVERLAP = {
     "tensor": "a product in flight, of some consumer",
@@ -83,7 +84,7 @@ def timeline_command(
 
         wanted = block_numbers(blocks)
         if recording is None:
-            work = _workload(head_dim, seq_len, batch, heads, kv_heads, dtype, causal)
+            work = _case(head_dim, seq_len, batch, heads, kv_heads, dtype, causal)
             where = pick_device(device)
             from attnscope.timeline.session import record
 
@@ -93,20 +94,26 @@ def timeline_command(
         _write(made, wanted, output)
 
 
-def _workload(
+def _case(
     head_dim: int, seq_len: int, batch: int | None, heads: int | None, kv_heads: int | None,
     dtype: str, causal: bool,
-) -> Workload:  # fmt: skip
-    long = {short: name for name, short in DTYPE_SHORT.items()}
+) -> Case:  # fmt: skip
+    from attnscope.inputs import Case
+
     heads = max(HIDDEN // max(head_dim, 1), 1) if heads is None else heads
-    return Workload.of(
-        seqlen=seq_len,
+    return Case(
+        seqlen_q=seq_len,
+        seqlen_k=seq_len,
         batch=max(TOKENS // max(seq_len, 1), 1) if batch is None else batch,
         heads_q=heads,
         heads_kv=heads if kv_heads is None else kv_heads,
         head_dim=head_dim,
-        dtype=long.get(dtype, dtype),
+        head_dim_v=head_dim,
+        dtype=DTYPES.get(dtype, dtype),
         causal=causal,
+        window=(-1, -1),
+        softcap=0.0,
+        seqlens=None,
     )
 
 
@@ -124,7 +131,7 @@ def block_numbers(text: str) -> list[int]:
 
 
 def _write(recording: Recording, wanted: list[int], output: Path) -> None:
-    from attnscope.bench.figures import save
+    from attnscope.common.plotting import save
     from attnscope.timeline.analysis import analyse
     from attnscope.timeline.drawing import draw_block
     from attnscope.timeline.trace import write_trace
@@ -150,7 +157,11 @@ def _write(recording: Recording, wanted: list[int], output: Path) -> None:
 
 def show(facts: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
     """Print the measures, after what they can be trusted for."""
-    say(Workload.from_dict(facts["workload"]).id)
+    say(
+        "{mode} {dtype}, batch {batch}, {seqlen_q} queries, {seqlen_k} keys, heads {heads_q}:"
+        "{heads_kv}, head dim {head_dim}".format_map(facts["workload"])
+        + (", causal" if facts["workload"]["causal"] else "")
+    )
     d, lost = facts["disturbance"], summary["lost_tiles"]
     say(
         f"disturbance: {d['instrumented_ms']:.4f} ms with marks, {d['normal_ms']:.4f} ms without: "

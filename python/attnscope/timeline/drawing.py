@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from attnscope.bench.figures import INK, RC
+from attnscope.common.plotting import INK, RC
 from attnscope.timeline import layout
 from attnscope.timeline.layout import CONSUMER
 from attnscope.timeline.recording import Recording, Track

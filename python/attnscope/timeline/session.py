@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import torch
 
-from attnscope.bench.store import environment
-from attnscope.bench.timing import Settings, make_timer, time_interleaved
-from attnscope.bench.workloads import Workload
+from attnscope.common.environment import environment
+from attnscope.inputs import Case, make_inputs
 from attnscope.timeline import layout
 from attnscope.timeline.library import Instrumented, build, source_tree, usage_of
 from attnscope.timeline.recording import Recording, rows_of_block
@@ -18,16 +19,19 @@ from attnscope.timeline.recording import Recording, rows_of_block
 ROOM = 2
 MOST_TILE_ROWS, MOST_STEP_ROWS = 1024, 16384
 WARMUP = 3
+SAMPLES = 25  # of the normal and of the instrumented kernel, in turn
+HOLD_CYCLES = 200_000  # the stream waits about 0.1 ms, so that no launch is in a sample
 
 
-def record(work: Workload, device: torch.device, seed: int = 0) -> Recording:
-    """Run a dense forward workload through the instrumented kernel and read its marks.
+def record(work: Any, device: torch.device, seed: int = 0) -> Recording:
+    """Run a dense forward call through the instrumented kernel and read its marks.
 
-    `facts` of the result hold the workload, the tile, the environment and `disturbance`: median
-    milliseconds of the normal and the instrumented kernel, timed in turn with a warm L2, the spills
-    of the latter, and whether both gave the same bits. Raises ValueError for a device or workload
-    that has no such kernel.
+    `work` is an `inputs.Case`, or has its fields. `facts` of the result hold the workload, the
+    tile, the environment and `disturbance`: median milliseconds of the normal and the instrumented
+    kernel, timed in turn with a warm L2, the spills of the latter, and whether both gave the same
+    bits. Raises ValueError for a device or workload that has no such kernel.
     """
+    work = Case.of(work)
     _check(work, device)
     library, usage, seconds = build(source_tree())
     with torch.cuda.device(device):
@@ -47,7 +51,7 @@ def record(work: Workload, device: torch.device, seed: int = 0) -> Recording:
         shape = (most_blocks, rows_of_block(lanes, tile_rows, step_rows), layout.WORDS)
         words = torch.zeros(shape, dtype=torch.int32, device=device)
         kernel.attach(words, lanes, tile_rows, step_rows)
-        q, k, v, *_ = work.inputs(device, seed)
+        q, k, v, *_ = make_inputs(work, seed=seed, device=device)
 
         def normal() -> Any:
             options = {"scale": work.head_dim**-0.5, "causal": work.causal}
@@ -56,12 +60,7 @@ def record(work: Workload, device: torch.device, seed: int = 0) -> Recording:
         def instrumented() -> Any:
             return kernel.forward(q, k, v, work.causal)
 
-        settings = Settings(l2="warm", budget_s=1.0)
-        calls = {"normal": [normal], "instrumented": [instrumented]}
-        timings = time_interleaved(calls, make_timer(device, settings), settings)
-        for timing in timings.values():
-            if timing.error is not None:
-                raise timing.error
+        medians = _median_ms({"normal": normal, "instrumented": instrumented})
         same = all(torch.equal(a, b) for a, b in zip(normal(), instrumented(), strict=True))
         for _ in range(WARMUP):
             instrumented()
@@ -69,10 +68,9 @@ def record(work: Workload, device: torch.device, seed: int = 0) -> Recording:
         instrumented()
         torch.cuda.synchronize(device)
         marks = words.cpu().numpy().view(np.uint32)
-    medians = {name: float(np.median(t.samples_ms)) for name, t in timings.items()}
     mine = usage_of(usage, tile, work.dtype)
     facts = {
-        "workload": work.to_dict(),
+        "workload": {"mode": "forward", **asdict(work)},
         "tile": tile,
         "env": environment(device, {"seed": seed, "l2": "warm"}),
         "disturbance": {
@@ -88,13 +86,33 @@ def record(work: Workload, device: torch.device, seed: int = 0) -> Recording:
     return Recording.from_words(marks, lanes, tile_rows, step_rows, facts)
 
 
-def _check(work: Workload, device: torch.device) -> None:
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        name = "cpu" if device.type != "cuda" else torch.cuda.get_device_name(device)
-        raise ValueError(f"device: {name} cannot run the Hopper kernel; allowed: H100, H200, GH200")
+def _median_ms(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+    """Median milliseconds of each call on the current stream, timed in turn with a warm L2."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for at in range(WARMUP + SAMPLES):
+        for name, call in calls.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(HOLD_CYCLES)
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            if at >= WARMUP:
+                samples[name].append(begin.elapsed_time(end))
+    return {name: float(np.median(values)) for name, values in samples.items()}
+
+
+def _check(work: Case, device: torch.device) -> None:
     if work.dtype not in ("bfloat16", "float16"):
         raise ValueError(f"dtype: {work.dtype!r} is not one of bfloat16, float16")
     if work.head_dim % 8 or not 8 <= work.head_dim <= 256:
         raise ValueError(f"head_dim: {work.head_dim} is not a multiple of 8 up to 256")
-    if not (work.batch and work.seqlen_q and work.seqlen_k):
+    if min(work.batch, work.seqlen_q, work.seqlen_k) < 1:
         raise ValueError("batch, seqlen: 0 leaves nothing to record; allowed: 1 or more")
+    if work.heads_kv < 1 or work.heads_q < 1 or work.heads_q % work.heads_kv:
+        raise ValueError(
+            f"heads must be a multiple of kv_heads, got {work.heads_q} and {work.heads_kv}"
+        )
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        name = "cpu" if device.type != "cuda" else torch.cuda.get_device_name(device)
+        raise ValueError(f"device: {name} cannot run the Hopper kernel; allowed: H100, H200, GH200")

@@ -1,0 +1,1 @@
+"""The ground that every other part stands on; it imports no other part."""

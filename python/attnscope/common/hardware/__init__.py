@@ -1,0 +1,1 @@
+"""Cards: their peaks, their sensors, and how many warps they hold."""

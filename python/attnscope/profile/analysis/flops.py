@@ -1,0 +1,332 @@
+"""FLOPs of ops by their recorded shapes; what they are of the card's peak is in rates.
+
+Counted are matrix products, convolutions and attention, two operations a multiply-add; attention by
+the (query, key) pairs its mask lets through, exactly. Softmax and elementwise work is not counted,
+as is usual. The rule stands beside every number, and the reason where there is no number.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+from attnscope.common.hardware.devices import Device, find_device
+from attnscope.profile.analysis.kernel_names import category, short_name, uses_tensor_cores
+from attnscope.profile.analysis.rates import NO_WORK, Rate, Work, rate
+from attnscope.profile.attribution.owners import Attribution
+from attnscope.profile.trace.events import CpuEvent, GpuEvent, Trace
+
+Shapes = tuple[Any, ...]
+
+DTYPES = {
+    "c10::BFloat16": "bfloat16", "c10::Half": "float16", "float": "float32", "double": "float64",
+    "c10::Float8_e4m3fn": "float8_e4m3fn", "c10::Float8_e5m2": "float8_e5m2",
+}  # fmt: skip
+NO_SHAPES = "shapes were not recorded"
+LENGTHS = "a trace does not hold the lengths of packed, padded or paged sequences"
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """Where an attention op has its arguments: positions of its schema.
+
+    `order` is that of q's dimensions, `first` the position of q (k and v follow). Masks: `causal`
+    at a position, aligned to the bottom right or, as torch's own ops have it, to the top left;
+    `window` the position of left (right follows), `bias` a mask. `lengths`: where any of these is
+    given, shapes do not say which keys a query has (packed, padded and paged sequences).
+    """
+
+    first: int
+    causal: int
+    order: str = "BSHD"
+    top_left: bool = False
+    window: int | None = None
+    lengths: tuple[int, ...] = ()
+    bias: int | None = None
+
+    @property
+    def backward(self) -> bool:
+        return self.first == 1  # the gradient of the output stands before q
+
+
+_SDPA = "aten::_scaled_dot_product_"
+# New keys of a cache, lengths in use, and pages.
+_FA3_FORWARD = _Attention(0, 24, window=25, lengths=(3, 7, 8, 10, 11, 14))
+_ATTENTION = {
+    "attnscope::forward": _Attention(0, 8, window=9, lengths=(3, 4)),
+    "attnscope_triton::forward": _Attention(0, 8, window=9, lengths=(3, 4)),
+    "attnscope::backward": _Attention(1, 11, window=12, lengths=(6, 7)),
+    "attnscope_triton::backward": _Attention(1, 11, window=12, lengths=(6, 7)),
+    f"{_SDPA}flash_attention": _Attention(0, 4, "BHSD", True),
+    f"{_SDPA}flash_attention_backward": _Attention(1, 11, "BHSD", True, lengths=(6, 7)),
+    f"{_SDPA}efficient_attention": _Attention(0, 6, "BHSD", True, bias=3),
+    f"{_SDPA}efficient_attention_backward": _Attention(1, 11, "BHSD", True, bias=4),
+    f"{_SDPA}cudnn_attention": _Attention(0, 6, "BHSD", True, bias=3),
+    f"{_SDPA}cudnn_attention_backward": _Attention(1, 14, "BHSD", True, lengths=(9, 10), bias=8),
+    "aten::_cudnn_attention_forward": _Attention(0, 10, "BHSD", True, lengths=(4, 5), bias=3),
+    "aten::_cudnn_attention_backward": _Attention(1, 14, "BHSD", True, lengths=(9, 10), bias=8),
+    "aten::_flash_attention_forward": _Attention(0, 8, window=11, lengths=(3, 4, 13, 15)),
+    "aten::_flash_attention_backward": _Attention(1, 11, window=15, lengths=(6, 7)),
+    "aten::_efficient_attention_forward": _Attention(
+        0, 9, top_left=True, lengths=(4, 5, 12, 13), bias=3
+    ),
+    "aten::_efficient_attention_backward": _Attention(
+        1, 14, top_left=True, lengths=(6, 7, 18), bias=4
+    ),
+    "flash_attn::_flash_attn_forward": _Attention(0, 5, window=6),
+    "flash_attn::_flash_attn_backward": _Attention(1, 11, window=12),
+    "flash_attn_3::fwd": _FA3_FORWARD,
+    "flash_attn_3::bwd": _Attention(1, 16, window=17, lengths=(9, 10, 11, 12)),
+    "fa3_fwd::fwd": _FA3_FORWARD,
+}
+# Position of the first factor; the second follows.
+_PRODUCTS = {
+    "aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1, "aten::_scaled_mm": 0,
+}  # fmt: skip
+
+
+def op_work(event: CpuEvent) -> Work | str:
+    """The FLOPs of one op by its own formula, or the reason why they are not known.
+
+    Ops that only call other ops ("aten::matmul", "aten::linear") have no formula: see FlopCounts.
+    """
+    formula = _formula(event.name)
+    if formula is None:
+        return f"no FLOP formula for {event.name}"
+    if not event.shapes or event.dtypes is None or event.concrete is None:
+        return NO_SHAPES
+    try:
+        return formula(event, event.shapes)
+    except (IndexError, TypeError, ValueError, AssertionError):
+        return f"{event.name}: its recorded inputs are not those of the op that is known"
+
+
+def op_flops(event: CpuEvent) -> int | None:
+    """`op_work` as a number alone; None where it is not known."""
+    work = op_work(event)
+    return work.flops if isinstance(work, Work) else None
+
+
+def _formula(name: str) -> Callable[[CpuEvent, Shapes], Work | str] | None:
+    if name in _PRODUCTS:
+        return _product
+    if name in _ATTENTION:
+        return _attention
+    if name == "aten::convolution":
+        return _convolution
+    return _convolution_backward if name == "aten::convolution_backward" else None
+
+
+@cache
+def _torch_formula(name: str) -> Any:
+    import torch
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry[getattr(torch.ops.aten, name)]
+
+
+def _product(event: CpuEvent, shapes: Shapes) -> Work:
+    at = _PRODUCTS[event.name]
+    a, b = shapes[at : at + 2]
+    rule = "2 m n k" if len(a) == 2 else "2 b m n k"
+    return Work(_torch_formula("mm" if len(a) == 2 else "bmm")(a, b), _dtype(event, at), rule)
+
+
+def _attention(event: CpuEvent, shapes: Shapes) -> Work | str:
+    from attnscope.ops import visible_pairs
+
+    op = _ATTENTION[event.name]
+    given = (at < len(shapes) and (shapes[at] or (event.concrete or ())[at]) for at in op.lengths)
+    if any(given):
+        return LENGTHS
+    batch, *_ = q = shapes[op.first]
+    k, v = shapes[op.first + 1 : op.first + 3]
+    rows, heads = (1, 2) if op.order == "BSHD" else (2, 1)
+    len_q, len_k = q[rows], k[rows]
+    left, right, rule = -1, -1, "all pairs"
+    if op.window is not None:
+        left, right = (_value(event, op.window + i, default=-1) for i in (0, 1))
+    if left >= 0 or right >= 0:
+        rule = "visible pairs of a window"
+    causal = int(_value(event, op.causal, default=False))
+    if causal:
+        right, rule = 0, "visible pairs of a causal mask"
+        # 2 is custom_mask_type's value for a mask aligned to the bottom right.
+        if op.top_left and causal != 2:
+            # Query i sees keys j <= i: the bottom right of the part that any query sees.
+            len_k = min(len_q, len_k)
+            right = len_q - len_k
+    elif op.bias is not None and shapes[op.bias]:
+        rule = "all pairs, the mask tensor not looked into"
+    pairs = batch * q[heads] * visible_pairs(len_q, len_k, left, right)
+    # Forward: q k^T and p v. Backward: q k^T again, dq, dk, and dv, dp.
+    times_d, times_dv = (3, 2) if op.backward else (1, 1)
+    pair = "2 (3 D + 2 Dv)" if op.backward else "2 (D + Dv)"
+    return Work(
+        2 * pairs * (times_d * q[-1] + times_dv * v[-1]),
+        _dtype(event, op.first),
+        f"attention {pair} a pair, {rule}",
+    )
+
+
+def _convolution(event: CpuEvent, shapes: Shapes) -> Work:
+    x, w = shapes[:2]
+    stride, padding, dilation, transposed = (_value(event, at) for at in range(3, 7))
+    each = range(len(x) - 2)
+    stride, padding, dilation = ([p[i % len(p)] for i in each] for p in (stride, padding, dilation))
+    points = [
+        (x[i + 2] + 2 * padding[i] - dilation[i] * (w[i + 2] - 1) - 1) // stride[i] + 1
+        for i in each
+    ]
+    flops = _torch_formula("convolution")(
+        x, w, None, stride, padding, dilation, transposed, out_val=[x[0], w[0], *points]
+    )
+    return Work(flops, _dtype(event, 0), "2 a multiply-add of each filter tap")
+
+
+def _convolution_backward(event: CpuEvent, shapes: Shapes) -> Work:
+    """Each gradient asked for is as much work as the forward pass."""
+    grad, x, w = shapes[:3]
+    transposed, wanted = _value(event, 7), _value(event, 10)
+    points = prod((x if transposed else grad)[2:])
+    flops = 2 * x[0] * points * prod(w) * sum(wanted[:2])
+    return Work(flops, _dtype(event, 1), "2 a multiply-add of each filter tap and gradient")
+
+
+def _dtype(event: CpuEvent, at: int) -> str:
+    name = (event.dtypes or ())[at]
+    return DTYPES.get(name, name.removeprefix("c10::"))
+
+
+def _value(event: CpuEvent, at: int, **default: Any) -> Any:
+    """A recorded scalar or list; `default` for None and for arguments this torch does not have."""
+    recorded = event.concrete or ()
+    text = recorded[at] if at < len(recorded) else ""
+    if text == "" and default:
+        return default["default"]
+    return ast.literal_eval(text)
+
+
+def trace_device(trace: Trace) -> tuple[Device | None, str | None]:
+    """The card a trace was made on, by its name, SM count and memory; or (None, reason)."""
+    kinds = {(d.get("name"), d.get("numSms"), d.get("totalGlobalMem")) for d in trace.devices}
+    if len(kinds) != 1:
+        return None, "the trace names no device" if not kinds else "the trace has unlike devices"
+    name, sms, memory = kinds.pop()
+    return find_device(str(name), sms, memory / 2**30 if memory else None)
+
+
+class FlopCounts:
+    """The FLOPs of a trace, each counted once.
+
+    `works` maps the index of an op in Trace.cpu to its Work: of nested ops that have formulas the
+    outermost, and only ops that launched kernels (what ran on the CPU, or was captured into a CUDA
+    graph, did nothing on the GPU then). `uncounted` are kernels of matrix products and attention
+    that belong to no such op: replays of graphs, plain launches, ops without a formula.
+    """
+
+    def __init__(self, attribution: Attribution) -> None:
+        self._attribution = attribution
+        self.trace = attribution.trace
+        self.works: dict[int, Work] = {}
+        self.uncounted: list[tuple[GpuEvent, str]] = []
+        self._inside: dict[int, list[int]] = defaultdict(list)  # works below an event
+        self._missed: dict[int, list[int]] = defaultdict(list)  # positions in uncounted
+        self._covered: dict[int, int] = {}  # an op inside a counted one -> the counted one
+        self._launched: dict[int, list[GpuEvent]] = defaultdict(list)
+        for kernel in self.trace.kernels:
+            self._add(kernel)
+        for index, kernels in self._launched.items():
+            if index in self.works:
+                self.works[index] = _as_run(self.works[index], kernels)
+
+    def _add(self, kernel: GpuEvent) -> None:
+        owner = self._attribution.op(kernel)
+        around = [] if owner is None else [owner, *self.trace.ancestors(owner)]
+        ops = [event for event in around if event.kind == "op"]
+        for op in reversed(ops):
+            work = self.works.get(op.index) or op_work(op)
+            if isinstance(work, Work):
+                if op.index not in self.works:
+                    self.works[op.index] = work
+                    for index in self._containers(op):
+                        self._inside[index].append(op.index)
+                self._launched[op.index].append(kernel)
+                self._covered |= {inner.index: op.index for inner in ops[: ops.index(op)]}
+                return
+        if category(kernel.name) in ("GEMM", "attention"):
+            replayed = self._attribution.replay(kernel) is not None
+            unowned = "replayed by a CUDA graph" if replayed else "not launched by an op"
+            reason = _why(ops) if ops else unowned
+            for index in self._containers(owner or kernel):
+                self._missed[index].append(len(self.uncounted))
+            self.uncounted.append((kernel, reason))
+
+    def _containers(self, event: CpuEvent | GpuEvent) -> set[int]:
+        """What an event counts for: itself, what encloses it, and the ranges around it."""
+        found = {event.index} if isinstance(event, CpuEvent) else set()
+        found |= {other.index for other in self.trace.ancestors(event)}
+        return found | {other.index for other in self._attribution.ranges(event)}
+
+    def of(self, event: CpuEvent) -> int | None:
+        """FLOPs of an op, a range or a Python frame with all that is inside; None if unknown."""
+        found = self.within([event])
+        return None if isinstance(found, str) else sum(work.flops for work in found)
+
+    def within(self, events: Iterable[CpuEvent]) -> list[Work] | str:
+        """The works inside any of the events, each once; or why they are not all known."""
+        events = list(events)
+        missed = sorted({at for event in events for at in self._missed[event.index]})
+        if missed:
+            kernel, reason = self.uncounted[missed[0]]
+            one = len(missed) == 1
+            count = "a kernel" if one else f"{len(missed)} kernels"
+            count += f" of matrix products {'is' if one else 'are'} not counted"
+            return f"{count}, such as {short_name(kernel.name)}: {reason}"
+        below = {at for event in events for at in self._inside[event.index]}
+        works = [self.works[at] for at in sorted(below)]
+        # Ops inside the one that was counted have their own count, or none.
+        covered = [e for e in events if self._covered.get(e.index, -1) not in {-1, *below}]
+        works += [work for e in covered if isinstance(work := op_work(e), Work)]
+        return works or NO_WORK
+
+    def rate(
+        self,
+        events: Iterable[CpuEvent],
+        time_ns: float,
+        device: Device | None,
+        device_reason: str | None = None,
+        sm_clock_mhz: float | None = None,
+    ) -> Rate:
+        """`rate` of what is inside the events, over the time of their kernels in nanoseconds."""
+        works = self.within(events)
+        if isinstance(works, str):
+            return Rate(reason=works)
+        return rate(works, time_ns, device, device_reason, sm_clock_mhz)
+
+    def dtypes(self) -> set[str]:
+        """What was multiplied, in all."""
+        return {work.dtype for work in self.works.values()}
+
+    def rules(self) -> list[str]:
+        """How FLOPs were counted, in all."""
+        return sorted({work.rule for work in self.works.values()})
+
+
+def _why(ops: list[CpuEvent]) -> str:
+    """Of ops around a kernel, innermost first: why none of them could be counted."""
+    reasons = [reason for op in ops if isinstance(reason := op_work(op), str)]
+    known = [reason for reason in reasons if not reason.startswith("no FLOP formula")]
+    return (known or reasons)[0]
+
+
+def _as_run(work: Work, kernels: list[GpuEvent]) -> Work:
+    """float32 products that ran on tensor cores are TF32 products, whose peak is another."""
+    if work.dtype == "float32" and any(uses_tensor_cores(kernel.name) for kernel in kernels):
+        return Work(work.flops, "tfloat32", work.rule)
+    return work

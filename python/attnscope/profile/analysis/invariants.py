@@ -1,0 +1,247 @@
+"""What no table of a profile may say: one that cannot be true is refused before it is shown.
+
+Refused are numbers below 0 or without end, shares over 100 %, a part above its whole, and sums that
+are not those of the trace. What may be true is let through: GPU work outlasts the range that
+launched it, so GPU time is held against GPU time and never against wall time; streams overlap, so
+kernel time may exceed busy time; memory is released by another op than the one that took it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import pandas
+
+from attnscope.profile.analysis.efficiency import FIGURES, Efficiency
+from attnscope.profile.analysis.steps import PARTS, program_window
+from attnscope.profile.attribution.owners import Attribution, busy_ns
+from attnscope.profile.errors import ProfileError
+from attnscope.profile.trace.events import CpuEvent, GpuEvent
+
+SLACK_US = 0.002  # floats that hold nanoseconds, and their sums
+SHARES = ("gpu_share", "share", "mfu", "mfu_at_clock")
+SLACK_SHARE = 1e-9
+
+
+def check_tables(
+    attribution: Attribution,
+    operators: pandas.DataFrame,
+    kernels: pandas.DataFrame,
+    stages: pandas.DataFrame,
+) -> None:
+    """Raises ProfileError for operators, kernels or stages that cannot be true.
+
+    Parts and wholes, beside the sums: self time, the time of an op or a stage, all kernels; the
+    shortest, mean and longest kernel; busy time, span; a stage and the stages inside it; CPU time
+    and wall time of a call, the whole trace.
+    """
+    trace, total = attribution.trace, attribution.total_ns / 1e3
+    events: list[CpuEvent | GpuEvent] = [*trace.cpu, *trace.gpu]
+    window = (max(e.end for e in events) - min(e.start for e in events)) / 1e3 if events else 0.0
+    count, whole = len(trace.kernels), (total, "all kernels")
+    _sum("operators", operators, "self_gpu_us", total)
+    _sum("kernels", kernels, "total_us", total)
+    if len(stages):
+        _sum("stages", stages, "gpu_self_us", total)
+    for name, table, part, limit in (
+        ("operators", operators, "self_gpu_us", "gpu_us"),
+        ("operators", operators, "self_cpu_us", "cpu_us"),
+        ("operators", operators, "gpu_mean_us", "gpu_us"),
+        ("kernels", kernels, "min_us", "mean_us"),
+        ("kernels", kernels, "mean_us", "max_us"),
+        ("kernels", kernels, "max_us", "total_us"),
+        ("stages", stages, "gpu_self_us", "gpu_us"),
+        ("stages", stages, "gpu_busy_us", "gpu_span_us"),
+        ("stages", stages, "idle_us", "gpu_span_us"),
+    ):
+        _at_most(name, table, part, table[limit], limit)
+    for part in ("gpu_us", "backward_gpu_us"):
+        _at_most("operators", operators, part, *whole)
+    _at_most("operators", operators, "copy_us", _us(trace.copies), "all copies")
+    _at_most("operators", operators, "cpu_us", operators["calls"] * window, "the whole trace")
+    _at_most("stages", stages, "gpu_us", *whole)
+    _at_most("stages", stages, "gpu_busy_us", busy_ns(trace.gpu) / 1e3, "all GPU work")
+    _at_most("stages", stages, "wall_us", stages["calls"] * window, "the whole trace")
+    for name, table in (("operators", operators), ("stages", stages)):
+        _at_most(name, table, "kernels", count, "all kernels")
+    for name, table in (("operators", operators), ("kernels", kernels), ("stages", stages)):
+        _possible(name, table)
+    _sum("kernels", kernels, "calls", count)
+    _share_of("operators", operators, "gpu_share", "gpu_us", total)
+    _share_of("kernels", kernels, "share", "total_us", total)
+    _nested("stages", stages, "gpu_self_us", _crossing(attribution))
+
+
+def check_copies(attribution: Attribution, table: pandas.DataFrame) -> None:
+    """Raises ProfileError for copies that cannot be true: they must be those of the trace."""
+    copies = attribution.trace.copies
+    _sum("copies", table, "total_us", _us(copies), "all copies")
+    _sum("copies", table, "calls", len(copies), "all copies")
+    _at_most("copies", table, "mean_us", table["total_us"], "total_us")
+    _possible("copies", table)
+
+
+def check_modules(attribution: Attribution, table: pandas.DataFrame) -> None:
+    """Raises ProfileError for modules that cannot be true: a module above the one around it, above
+    all kernels, or other than its forward and backward."""
+    total = attribution.total_ns / 1e3
+    _at_most("modules", table, "gpu_us", total, "all kernels")
+    _at_most("modules", table, "kernels", len(attribution.trace.kernels), "all kernels")
+    sides = table["forward_gpu_us"] + table["backward_gpu_us"]
+    for whole, parts in ((sides, table["gpu_us"]), (table["gpu_us"], sides)):
+        _at_most("modules", table.assign(gpu_us=parts), "gpu_us", whole, "forward and backward")
+    _possible("modules", table)
+    _nested("modules", table)
+
+
+def check_memory(attribution: Attribution, table: pandas.DataFrame) -> None:
+    """Raises ProfileError for allocations that are not those of the trace."""
+    events = attribution.trace.memory
+    _sum("memory", table, "allocations", sum(e.bytes > 0 for e in events), "all")
+    _sum("memory", table, "allocated_bytes", sum(max(e.bytes, 0) for e in events), "all")
+    _sum("memory", table, "released_bytes", sum(max(-e.bytes, 0) for e in events), "all")
+    _possible("memory", table)
+
+
+def check_steps(attribution: Attribution, table: pandas.DataFrame) -> None:
+    """Raises ProfileError for steps whose parts are not the step, or that outlast the program."""
+    _possible("steps", table)
+    parts = table[[f"{part}_us" for part in PARTS]].sum(axis=1)
+    bad = table[(parts - table["wall_us"]).abs() > SLACK_US]
+    for at, row in bad.head(1).iterrows():
+        raise ProfileError(
+            f"steps: {row['step']}: the parts are {parts[at]:.3f} us, the step is "
+            f"{row['wall_us']:.3f} us"
+        )
+    start, end = program_window(attribution.trace)
+    wall, window = table["wall_us"].sum(), (end - start) / 1e3
+    if wall > window + SLACK_US:
+        raise ProfileError(f"steps: together {wall:.3f} us, the program is {window:.3f} us")
+
+
+def check_links(attribution: Attribution, table: pandas.DataFrame) -> None:
+    """Raises ProfileError for links that are not one for each kernel, copy and fill.
+
+    The clocks of CPU and GPU differ by a little, so `wait_us` may be below 0.
+    """
+    work = attribution.trace.gpu
+    if len(table) != len(work):
+        raise ProfileError(
+            f"links: {len(table)} rows, the trace has {len(work)} kernels and copies"
+        )
+    _sum("links", table, "gpu_us", _us(work), "all kernels and copies")
+    _possible("links", table[["kernel", "gpu_us"]])
+
+
+def check_lines(attribution: Attribution, table: pandas.DataFrame) -> None:
+    """Raises ProfileError for lines of Python whose kernels are not all kernels, each once."""
+    _sum("lines", table, "gpu_us", attribution.total_ns / 1e3)
+    _sum("lines", table, "kernels", len(attribution.trace.kernels))
+    _possible("lines", table)
+
+
+def check_figures(found: Efficiency) -> None:
+    """Raises ProfileError for an efficiency figure outside 0 to 1."""
+    for name in FIGURES:
+        value = getattr(found, name)
+        if value is not None and not -SLACK_SHARE <= value <= 1 + SLACK_SHARE:
+            raise ProfileError(f"efficiency: {name} is {value:.2%}, which no share can be")
+
+
+def _us(events: Iterable[GpuEvent]) -> float:
+    return sum(event.duration for event in events) / 1e3
+
+
+def _sum(
+    name: str, table: pandas.DataFrame, part: str, total: float, whole: str = "all kernels"
+) -> None:
+    parts, unit = table[part].sum(), " us" if part.endswith("_us") else ""
+    if abs(parts - total) > SLACK_US:
+        raise ProfileError(
+            f"{name}: the parts are {parts:.3f}{unit}, {whole} are {total:.3f}{unit} ({part})"
+        )
+
+
+def _at_most(
+    name: str, table: pandas.DataFrame, part: str, whole: pandas.Series | float, said: str
+) -> None:
+    values = table[part].astype(float)
+    limits = pandas.Series(whole, index=table.index).astype(float)
+    for at in table.index[values > limits + SLACK_US]:
+        raise ProfileError(
+            f"{name}: {table.loc[at].iloc[0]}: {part} is {values[at]:.3f}, more than {said}, "
+            f"{limits[at]:.3f}"
+        )
+
+
+def _possible(name: str, table: pandas.DataFrame) -> None:
+    """No share over 1, and no number below 0 or without end."""
+    for column in table.select_dtypes("number"):
+        values = table[column]
+        for at in table.index[(values < 0) | (values == float("inf"))]:
+            where = f"{name}: {table.loc[at].iloc[0]}"
+            raise ProfileError(f"{where}: {column} is {values[at]:.3f}, which cannot be")
+        if column in SHARES and values.max() > 1 + SLACK_SHARE:
+            row = table.loc[values.idxmax()]
+            raise ProfileError(f"{name}: {row.iloc[0]}: {column}: a share of {values.max():.2%}")
+
+
+def _share_of(name: str, table: pandas.DataFrame, share: str, part: str, total: float) -> None:
+    for at in table.index[(table[share] * total - table[part]).abs() > SLACK_US]:
+        row = table.loc[at]
+        raise ProfileError(
+            f"{name}: {row.iloc[0]}: {share} is {row[share]:.2%}, but {part} is {row[part]:.3f} "
+            f"of {total:.3f}"
+        )
+
+
+def _nested(
+    name: str, table: pandas.DataFrame, own: str | None = None, apart: frozenset[str] = frozenset()
+) -> None:
+    """What is inside a row, of its own and in the rows below it, is no more than the row has.
+
+    Rows stand depth first. Those whose path is in `apart` reach out of the row above them.
+    """
+    last: dict[int, int] = {}  # depth -> the last row of it
+    inside = defaultdict(float, enumerate(table[own]) if own else ())
+    rows = table.to_dict("records")
+    for at, row in enumerate(rows):
+        last[row["depth"]] = at
+        if not row["depth"] or row.get("path") in apart:
+            continue
+        around = last[row["depth"] - 1]
+        inside[around] += row["gpu_us"]
+        for part in ("gpu_us", "gpu_busy_us", "kernels"):
+            if part in row and row[part] > rows[around][part] + SLACK_US:
+                raise ProfileError(
+                    f"{name}: {next(iter(row.values()))}: {part} is {row[part]:.3f}, more than "
+                    f"that of {next(iter(rows[around].values()))} around it, "
+                    f"{rows[around][part]:.3f}"
+                )
+    for at, parts in inside.items():
+        if parts > rows[at]["gpu_us"] + SLACK_US:
+            raise ProfileError(
+                f"{name}: {next(iter(rows[at].values()))}: the parts inside are {parts:.3f} us, "
+                f"gpu_us is {rows[at]['gpu_us']:.3f}"
+            )
+
+
+def _crossing(attribution: Attribution) -> frozenset[str]:
+    """Paths with a range that is not wholly inside the one around it, or is on another thread."""
+    inside: set[int] = set()  # ranges with all around them one inside the other
+    found = set()
+    for event in attribution.trace.cpu:
+        if event.kind != "range":
+            continue
+        outer = attribution.ranges(event)
+        if not outer or (
+            outer[-1].index in inside
+            and outer[-1].thread == event.thread
+            and outer[-1].end >= event.end
+            and attribution.ranges(outer[-1]) == outer[:-1]
+        ):
+            inside.add(event.index)
+        else:
+            found.add("/".join(one.name for one in (*outer, event)))
+    return frozenset(found)

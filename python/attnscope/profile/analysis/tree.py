@@ -1,0 +1,92 @@
+"""Kernel time as a tree: ranges, in them ops, in them kernels; calls of one path are one node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from attnscope.profile.analysis.kernel_names import category, short_name
+from attnscope.profile.analysis.tables import owner_name
+from attnscope.profile.attribution.owners import ENGINE, Attribution
+from attnscope.profile.errors import ProfileError
+from attnscope.profile.trace.events import GpuEvent
+
+SMALLEST = 1 / 3000  # of all kernel time; smaller nodes of one parent are put together
+
+
+@dataclass
+class Node:
+    """A place in the tree. kind: "all", "stage", "op", "kernel" or "rest" (several small nodes)."""
+
+    name: str
+    kind: str
+    ns: int = 0
+    kernels: int = 0
+    category: str | None = None  # of kernels
+    children: dict[tuple[str, str], Node] = field(default_factory=dict)
+
+    def child(self, kind: str, name: str) -> Node:
+        return self.children.setdefault((kind, name), Node(name, kind))
+
+    def add(self, kernel: GpuEvent) -> None:
+        self.ns += kernel.duration
+        self.kernels += 1
+
+    def prune(self, least_ns: float) -> None:
+        """Put children below `least_ns` into one node; no time is lost."""
+        small = [key for key, node in self.children.items() if node.ns < least_ns]
+        if len(small) > 1:
+            gone = [self.children.pop(key) for key in small]
+            rest = self.child("rest", f"({len(gone)} smaller)")
+            rest.ns, rest.kernels = sum(n.ns for n in gone), sum(n.kernels for n in gone)
+        for node in self.children.values():
+            node.prune(least_ns)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: name, kind, us, kernels, category, children (longest first)."""
+        found: dict[str, Any] = {"name": self.name, "kind": self.kind, "us": self.ns / 1e3}
+        found["kernels"] = self.kernels
+        if self.category:
+            found["category"] = self.category
+        if self.children:
+            order = sorted(self.children.values(), key=lambda node: -node.ns)
+            found["children"] = [node.as_dict() for node in order]
+        return found
+
+
+def icicle(attribution: Attribution) -> Node:
+    """The tree of all kernels, copies and fills left out.
+
+    Raises ProfileError where children of a node take longer than the node.
+    """
+    root = Node("all kernels", "all")
+    for kernel in attribution.trace.kernels:
+        node = root
+        node.add(kernel)
+        for kind, name in _path(attribution, kernel):
+            node = node.child(kind, name)
+            node.add(kernel)
+        node.category = category(kernel.name)
+    _check(root)
+    root.prune(root.ns * SMALLEST)
+    _check(root)
+    return root
+
+
+def _path(attribution: Attribution, kernel: GpuEvent) -> list[tuple[str, str]]:
+    stages = [("stage", event.name) for event in attribution.ranges(kernel)]
+    op = attribution.op(kernel)
+    around = [op, *attribution.trace.ancestors(op)] if op else []
+    names = [event.name for event in reversed(around) if event.kind == "op"]
+    # The engine's own event says no more than the op that it runs.
+    names = [n.removeprefix(ENGINE) for n in names if not n.startswith(ENGINE) or n == names[-1]]
+    ops = [("op", name) for name in names or [owner_name(attribution, kernel)]]
+    return [*stages, *ops, ("kernel", short_name(kernel.name))]
+
+
+def _check(node: Node) -> None:
+    inside = sum(child.ns for child in node.children.values())
+    if node.children and inside != node.ns:
+        raise ProfileError(f"{node.name}: its parts are {inside} ns, it has {node.ns} ns")
+    for child in node.children.values():
+        _check(child)

@@ -1,0 +1,81 @@
+"""Was anything lost: every launch call of the window must have started work that the trace has."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+
+from attnscope.profile.trace.events import CpuEvent, GpuEvent, Trace
+from attnscope.profile.trace.markers import BEGIN_CAPTURE, END_CAPTURE
+
+LAUNCH = re.compile(r"c(uda|u)(Launch(Cooperative)?Kernel|GraphLaunch)")
+
+
+@dataclass
+class Audit:
+    """What launch calls and GPU work say about each other.
+
+    Attributes:
+        launches: launch calls that must have started work.
+        captured: launch calls that went into a CUDA graph instead of running.
+        lost: those of `launches` without a kernel, copy or fill in the trace.
+        orphans: kernels without a launch call in the trace. They are counted, but own no op.
+        sentinels: kernels found in the sentinel at each end; empty where there were none.
+    """
+
+    launches: int = 0
+    captured: int = 0
+    lost: list[CpuEvent] = field(default_factory=list)
+    orphans: list[GpuEvent] = field(default_factory=list)
+    sentinels: list[int] = field(default_factory=list)
+
+    @property
+    def problem(self) -> str | None:
+        """What is missing and the likely cause, None where all is there."""
+        if self.sentinels and not any(self.sentinels) and not self.launches:
+            return (
+                "no kernel was recorded, not even those of the sentinels: CUPTI gave no GPU events "
+                "(another profiler is attached, such as nsys, ncu or a second torch profiler, or "
+                "the driver does not permit it)"
+            )
+        missing = self.sentinels.count(0)
+        if not self.lost and not missing:
+            return None
+        said = []
+        if self.lost:
+            calls = Counter(event.name for event in self.lost).most_common(3)
+            names = ", ".join(f"{count} {name}" for name, count in calls)
+            said.append(f"{len(self.lost)} of {self.launches} launches have no kernel ({names})")
+        if missing:
+            said.append(f"no kernel of {missing} of the {len(self.sentinels)} sentinels is there")
+        return (
+            "; ".join(said) + ": events were lost, at an end of the window or because the "
+            "profiler's buffers were full, or a launch failed. Profile fewer steps"
+        )
+
+
+def audit(trace: Trace) -> Audit:
+    """Join launch calls and GPU work of a trace, both ways."""
+    found = Audit(sentinels=list(trace.sentinels))
+    started = {work.launch for work in trace.gpu}
+    capturing: Counter[int] = Counter()  # by thread; of any, since backward is captured elsewhere
+    for event in trace.cpu:
+        if event.kind != "call":
+            continue
+        if event.name.startswith(BEGIN_CAPTURE):
+            capturing[event.thread] += 1
+        elif event.name.startswith(END_CAPTURE):
+            if capturing:  # one of this thread first: it may end on another than it began
+                capturing -= Counter([event.thread if capturing[event.thread] else min(capturing)])
+        elif LAUNCH.match(event.name):
+            if event.index in started:
+                found.launches += 1
+            elif capturing:
+                # Of any thread: backward is captured from autograd's.
+                found.captured += 1
+            else:
+                found.launches += 1
+                found.lost.append(event)
+    found.orphans = [kernel for kernel in trace.kernels if kernel.launch < 0]
+    return found

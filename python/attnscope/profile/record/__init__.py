@@ -1,0 +1,1 @@
+"""Records a region with PyTorch's profiler."""

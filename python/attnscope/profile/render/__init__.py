@@ -1,0 +1,1 @@
+"""A profile on the terminal, as a page, as files."""

@@ -1,0 +1,148 @@
+"""Plots of a profile: kernel time by category, activity over time, parts of each step."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from attnscope.profile.analysis.kernel_names import CATEGORIES, category
+from attnscope.profile.analysis.steps import PARTS
+from attnscope.profile.analysis.tables import NO_RANGE
+from attnscope.profile.attribution.owners import Attribution
+from attnscope.profile.render.document import INK
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from attnscope.profile.analysis.result import Result
+
+# Okabe and Ito's colours, told apart by the colour-blind.
+CATEGORY_COLOURS = dict(
+    zip(
+        CATEGORIES,
+        ("#0072B2", "#D55E00", "#E69F00", "#56B4E9", "#CC79A7", "#009E73", "#B8A800", "#8C8C8C"),
+        strict=True,
+    )
+)
+_PART_COLOURS = ("#0072B2", "#B8A800", "#CC79A7", "#D55E00", "#E69F00", "#8C8C8C")
+PART_COLOURS = dict(zip(PARTS, _PART_COLOURS, strict=True))
+BINS = 240
+MOST_STAGES = 12
+MOST_STEPS = 24
+
+
+def categories(attribution: Attribution) -> Figure | None:
+    """A bar of kernel time by category for each outermost range; None without kernels."""
+    times: dict[str, Counter[str]] = defaultdict(Counter)
+    for kernel in attribution.trace.kernels:
+        around = attribution.ranges(kernel)
+        times[around[0].name if around else NO_RANGE][category(kernel.name)] += kernel.duration
+    if not times:
+        return None
+    longest = sorted(times, key=lambda stage: -times[stage].total())[:MOST_STAGES]
+    bars = {stage: {c: ns / 1e3 for c, ns in times[stage].items()} for stage in longest}
+    return stacked_bars(bars, CATEGORY_COLOURS, "kernel time, us")
+
+
+def activity(attribution: Attribution) -> Figure | None:
+    """Share of each instant in which kernels of a category ran, on the busiest GPU; None where
+    none took any time.
+
+    Streams add up: where kernels overlap, the sum passes 1.
+    """
+    kernels = attribution.trace.kernels
+    if not kernels:
+        return None
+    by_gpu = Counter({k.device: 0 for k in kernels})
+    for kernel in kernels:
+        by_gpu[kernel.device] += kernel.duration
+    gpu = by_gpu.most_common(1)[0][0]
+    kernels = [kernel for kernel in kernels if kernel.device == gpu]
+    start, end = kernels[0].start, max(kernel.end for kernel in kernels)
+    edges = np.linspace(start, max(end, start + 1), BINS + 1)
+    filled = {name: np.zeros(BINS) for name in CATEGORIES}
+    for kernel in kernels:
+        first, last = np.searchsorted(edges, [kernel.start, kernel.end], side="right") - 1
+        inside = slice(first, min(last, BINS - 1) + 1)
+        overlap = np.minimum(kernel.end, edges[1:][inside])
+        overlap -= np.maximum(kernel.start, edges[:-1][inside])
+        filled[category(kernel.name)][inside] += np.maximum(overlap, 0)
+    used = [name for name in CATEGORIES if filled[name].any()]
+    if not used:
+        return None
+    figure, axis = _figure(2.4)
+    axis.stackplot(
+        (edges[:-1] - start) / 1e3,
+        [filled[name] / np.diff(edges) for name in used],
+        colors=[CATEGORY_COLOURS[name] for name in used],
+        labels=used,
+        step="post",
+        linewidth=0,
+    )
+    axis.set_xlabel(f"us after the first kernel, GPU {gpu}")
+    axis.set_ylabel("share of time")
+    axis.margins(x=0)
+    _legend(figure, axis)
+    return figure
+
+
+def step_parts(profile: Result) -> Figure | None:
+    """A bar of wall time by part for each step; None without events."""
+    if not profile.has_ops:
+        return None
+    steps = profile.steps().head(MOST_STEPS)
+    bars = {row["step"]: {part: row[f"{part}_us"] for part in PARTS} for _, row in steps.iterrows()}
+    return stacked_bars(bars, PART_COLOURS, "wall time, us")
+
+
+def stacked_bars(
+    bars: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], label: str
+) -> Figure:
+    """Horizontal bars one below the other, each of parts in the order of `colours`."""
+    figure, axis = _figure(0.9 + 0.28 * len(bars))
+    left = np.zeros(len(bars))
+    for part, colour in colours.items():
+        widths = np.array([bar.get(part, 0.0) for bar in bars.values()])
+        if widths.any():
+            axis.barh(range(len(bars)), widths, 0.72, left, color=colour, label=part)
+        left += widths
+    # A dollar in a name begins no formula.
+    axis.set_yticks(range(len(bars)), [_cut(name) for name in bars], parse_math=False)
+    axis.set_ylim(len(bars) - 0.4, -0.6)
+    axis.tick_params(axis="y", length=0)
+    axis.grid(visible=False, axis="y")
+    axis.set_xlabel(label)
+    _legend(figure, axis)
+    return figure
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= 32 else f"{name[:31]}…"
+
+
+def _figure(height: float) -> tuple[Figure, Axes]:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    from attnscope.common.plotting import RC
+
+    with matplotlib.rc_context(RC | _ink()):
+        figure = Figure((9.0, height), layout="constrained")
+        axis = figure.subplots()
+    return figure, axis
+
+
+def _ink() -> dict[str, Any]:
+    keys = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    return dict.fromkeys(keys, INK) | {"grid.color": "#8886"}
+
+
+def _legend(figure: Figure, axis: Axes) -> None:
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside upper left", ncols=len(labels), labelcolor=INK, frameon=False
+    )

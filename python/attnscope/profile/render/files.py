@@ -1,0 +1,166 @@
+"""A profile as files for other programs: strict JSON, CSV, and a chrome trace with rows added."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import pandas
+
+from attnscope.profile.analysis.efficiency import FIGURES
+from attnscope.profile.analysis.kernel_names import short_name
+from attnscope.profile.analysis.tables import path_of
+from attnscope.profile.attribution.owners import Attribution
+from attnscope.profile.render.document import rows_of
+
+if TYPE_CHECKING:
+    from attnscope.profile.analysis.result import Result
+
+SCHEMA = 1
+
+
+def profile_tables(profile: Result) -> dict[str, pandas.DataFrame]:
+    """Every table that has rows, by name. Raises ProfileError for those that cannot be true."""
+    return {name: table for name, table in _all_tables(profile).items() if len(table)}
+
+
+def _all_tables(profile: Result) -> dict[str, pandas.DataFrame]:
+    none = pandas.DataFrame()
+    return {
+        "operators": profile.operators(),
+        "kernels": profile.kernels(),
+        "stages": profile.stages(),
+        "copies": profile.copies(),
+        "modules": profile.modules(),
+        "memory": profile.memory(),
+        "allocations": allocations(profile.attribution),
+        "links": profile.links(),
+        "lines": profile.lines(),
+        "steps": profile.steps() if profile.has_ops else none,
+        "kineto": none if profile.kineto is None else profile.kineto_comparison(),
+    }
+
+
+def allocations(attribution: Attribution) -> pandas.DataFrame:
+    """Each allocation and release in order: time_us, op, device ("cpu" or "cuda:N"), bytes (less
+    than 0 for a release), allocated_bytes and reserved_bytes (in all, after it)."""
+    rows = []
+    for one in attribution.trace.memory:
+        op = attribution.op_at(one.thread, one.time)
+        device = "cpu" if one.device < 0 else f"cuda:{one.device}"
+        about = (one.time / 1e3, op.name if op else None, device)
+        rows.append((*about, one.bytes, one.allocated, one.reserved))
+    columns = "time_us op device bytes allocated_bytes reserved_bytes".split()
+    return pandas.DataFrame(rows, columns=columns)
+
+
+def write_csv(profile: Result, folder: str | os.PathLike[str]) -> list[Path]:
+    """Write each table as `<name>.csv`; returns the files.
+
+    Those of an earlier profile, whose `profile.json` is there, are removed.
+    """
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    ours = (Path(folder) / "profile.json").exists()
+    written = []
+    for name, table in _all_tables(profile).items():
+        path = Path(folder) / f"{name}.csv"
+        if len(table):
+            table.to_csv(path, index=False)
+            written.append(path)
+        elif ours:
+            path.unlink(missing_ok=True)
+    return written
+
+
+def to_json(profile: Result, path: str | os.PathLike[str]) -> None:
+    """Write `{"schema": 1, "name", "env", ..., "tables": {name: rows}}`; missing numbers are null.
+
+    env is of this process, null with a reason for a trace that was read from a file.
+    """
+    owners, audit, found = profile.attribution, profile.audit, profile.efficiency()
+    content = {
+        "schema": SCHEMA,
+        "name": profile.name,
+        **_environment(profile),
+        "devices": profile.trace.devices,
+        **_peaks(profile),
+        "wall_s": profile.wall_s,
+        "unprofiled_wall_s": profile.unprofiled_wall_s,
+        "unprofiled_reason": profile.unprofiled_reason,
+        "sm_clock_mhz": profile.sm_clock_mhz,
+        "sm_clock_reason": profile.sm_clock_reason,
+        "interrupted": profile.interrupted,
+        "incomplete": profile.incomplete,
+        "attribution": {
+            "kernels": len(profile.trace.kernels),
+            "total_us": owners.total_ns / 1e3,
+            "owned_us": owners.owned_ns / 1e3,
+            "replayed_us": owners.replayed_ns / 1e3,
+            "share": owners.share,
+            "unowned": [
+                {"kernel": short_name(k.name), "range": path_of(owners.ranges(k)) or None}
+                | {"us": k.duration / 1e3}
+                for k in owners.unowned
+            ],
+        },
+        "audit": {
+            "launches": audit.launches,
+            "captured": audit.captured,
+            "lost": len(audit.lost),
+            "orphans": len(audit.orphans),
+            "sentinels": audit.sentinels,
+        },
+        "efficiency": {key: getattr(found, key) for key in (*FIGURES, "occupancy_from")},
+        "efficiency_reasons": dict(found.reasons),
+        "steps": _steps(profile),
+        "findings": [vars(one) for one in profile.findings()],
+        "tables": {name: rows_of(table) for name, table in profile_tables(profile).items()},
+    }
+    with open_output(path) as file:
+        json.dump(content, file, indent=1, allow_nan=False)
+        file.write("\n")
+
+
+def _environment(profile: Result) -> dict[str, Any]:
+    import torch
+
+    from attnscope.common.environment import environment
+
+    if profile.wall_s is None:
+        return {"env": None, "env_reason": "the trace was read from a file"}
+    device = torch.device("cuda" if profile.trace.kernels else "cpu")
+    return {"env": environment(device, {}), "env_reason": None}
+
+
+def _peaks(profile: Result) -> dict[str, Any]:
+    """The dense peaks that MFU is a share of, and how FLOPs were counted."""
+    device, found = profile.device, None
+    if device is not None:
+        found = {"device": device.name, "tflops": dict(device.peaks), "source": device.source}
+    return {
+        "dense_peaks": found,
+        "dense_peaks_reason": profile.device_reason,
+        "flops_rules": profile.flop_counts.rules(),
+    }
+
+
+def _steps(profile: Result) -> dict[str, Any]:
+    """How steps were told, and what the first one took more than the others, or why not known."""
+    if not profile.has_ops:
+        return {"rule": None, "setup_us": None, "setup_reason": "no op and no range was recorded"}
+    about = profile.steps().attrs
+    setup = about["setup_us"]
+    return {
+        "rule": about["steps"],
+        "setup_us": None if setup is None else max(setup, 0.0),
+        "setup_reason": about.get("setup_reason"),
+    }
+
+
+def open_output(path: str | os.PathLike[str]) -> IO[str]:
+    opener: Callable[..., IO[str]] = gzip.open if str(path).endswith(".gz") else open
+    return opener(path, "wt", encoding="utf-8")

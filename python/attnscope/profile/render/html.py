@@ -1,0 +1,174 @@
+"""A profile as one HTML page that needs nothing else: tables, plots, and a tree of kernel time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas
+
+from attnscope.profile.analysis.rates import NO_WORK
+from attnscope.profile.analysis.tree import icicle
+from attnscope.profile.attribution.owners import ENGINE
+from attnscope.profile.render.document import Section, environment, rows_of
+from attnscope.profile.render.figures import CATEGORY_COLOURS, activity, categories, step_parts
+from attnscope.profile.render.terminal import (
+    FIGURES,
+    attribution_line,
+    duration,
+    heading,
+    percent,
+    speed_captions,
+)
+
+if TYPE_CHECKING:
+    from attnscope.profile.analysis.result import Result
+
+# Column of a table -> heading of the page; None leaves it out.
+OPERATORS = {
+    "name": "op", "calls": "calls", "gpu_us": "GPU us", "gpu_share": "share %",
+    "self_gpu_us": "self GPU us", "gpu_mean_us": "a call us", "kernels": "kernels",
+    "copy_us": "copies us", "backward_gpu_us": "backward us", "cpu_us": "CPU us",
+    "self_cpu_us": "self CPU us", "tflops": "TFLOP/s", "mfu": "MFU %",
+    "mfu_at_clock": "MFU at clock %", "flops_reason": "why missing",
+}  # fmt: skip
+KERNELS = {
+    "kernel": "kernel", "symbol": "symbol", "category": "category", "calls": "calls",
+    "total_us": "total us", "share": "share %", "mean_us": "mean us", "min_us": "min us",
+    "max_us": "max us", "op": "op", "range": "range",
+}  # fmt: skip
+STAGES = {
+    "range": "range", "path": "path", "calls": "calls", "wall_us": "wall us", "gpu_us": "GPU us",
+    "gpu_self_us": "own GPU us", "gpu_busy_us": "busy us", "gpu_span_us": "span us",
+    "idle_us": "idle us", "kernels": "kernels", "tflops": "TFLOP/s", "mfu": "MFU %",
+    "mfu_at_clock": "MFU at clock %", "flops_reason": "why missing",
+}  # fmt: skip
+
+
+def write_html(profile: Result, path: str | os.PathLike[str]) -> None:
+    """Write the page. Raises ProfileError for tables that cannot be true."""
+    tree = icicle(profile.attribution)
+    page = environment().get_template("profile.html.j2")
+    text = page.render(
+        title=f"{profile.name}: where GPU time went",
+        heading=heading(profile),
+        attribution=attribution_line(profile.attribution),
+        warnings=list(_warnings(profile)),
+        cards=list(_cards(profile)),
+        tree=tree.as_dict() if tree.ns else None,
+        colours=CATEGORY_COLOURS,
+        plots=[
+            (name, figure)
+            for name, figure in (
+                ("GPU time by stage and category", categories(profile.attribution)),
+                ("GPU activity over time", activity(profile.attribution)),
+                ("Parts of each step", step_parts(profile)),
+            )
+            if figure
+        ],
+        sections=list(_sections(profile)),
+        findings=[
+            (one, Section(one.title, "", [_flat(row) for row in one.evidence]))
+            for one in profile.findings()
+        ],
+    )
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def _warnings(profile: Result) -> Iterator[str]:
+    if profile.incomplete:
+        yield f"INCOMPLETE: {profile.incomplete}. Times below are too small."
+    if profile.interrupted:
+        yield f"Ended by {profile.interrupted}; what ran before it is below."
+    if profile.trace.kernels and profile.device is None:
+        yield f"No MFU: {profile.device_reason}."
+
+
+def _cards(profile: Result) -> Iterator[tuple[str, str, str]]:
+    """Label, value, remark of the figures at the head."""
+    owners = profile.attribution
+    if owners.share is None:
+        return
+    yield "GPU time", duration(owners.total_ns / 1e3), f"{len(profile.trace.kernels):,} kernels"
+    yield "owned", percent(owners.share), "by ops and replays of graphs"
+    found = profile.efficiency()
+    for key, label in FIGURES.items():
+        value = getattr(found, key)
+        remark = found.reasons.get(key, f"GPU {found.gpu}")
+        yield label, "-" if value is None else percent(value), remark
+
+
+def _sections(profile: Result) -> Iterator[Section]:
+    stages = profile.stages()
+    line = attribution_line(profile.attribution)
+    if len(stages):
+        # Depth by no-break spaces: the order of the rows is that of the program.
+        stages["range"] = [
+            "\N{NO-BREAK SPACE}" * 3 * depth + name
+            for depth, name in zip(stages["depth"], stages["range"], strict=True)
+        ]
+        yield Section(
+            "Stages",
+            "Named ranges. Busy: some kernel, copy or fill ran. Span: from the first to the last "
+            f"of them. Idle: span less busy. {line}.",
+            _rows(stages, STAGES),
+            hover={"range": "path"},
+        )
+    operators = profile.operators()
+    operators["name"] = [name.replace(ENGINE, "engine: ") for name in operators["name"]]
+    yield Section(
+        "Operators",
+        "GPU time of an op has its kernels and those of the ops inside; only self time may be "
+        f"summed. {line}.",
+        _rows(operators, OPERATORS),
+        notes=speed_captions(profile),
+    )
+    yield from _gpu_sections(profile, line)
+    steps = profile.steps() if profile.has_ops else None
+    if steps is not None:
+        text = f"Steps: {steps.attrs['steps']}. Each instant counts once, in the leftmost part."
+        names = {n: n.replace("_us", " us") for n in steps.columns}
+        yield Section("Steps", text, _rows(steps, names))
+    for name, table in (("Modules", profile.modules()), ("Allocations", profile.memory())):
+        if len(table):
+            yield Section(name, "", _rows(table, {n: n.replace("_", " ") for n in table.columns}))
+
+
+def _gpu_sections(profile: Result, line: str) -> Iterator[Section]:
+    from attnscope.profile.analysis.kernel_names import category
+
+    kernels = profile.kernels()
+    if len(kernels):
+        kernels["category"] = kernels["symbol"].map(category)
+        yield Section("Kernels", f"{line}.", _rows(kernels, KERNELS), hover={"kernel": "symbol"})
+    if len(copies := profile.copies()):
+        text = "Copies and fills, which are in no other table."
+        yield Section("Copies", text, _rows(copies, {n: n.replace("_", " ") for n in copies}))
+    if len(lines := profile.lines()):
+        text = "GPU time by line of Python: where the function begins that led to the kernel."
+        headings = {"line": "line", "gpu_us": "GPU us", "kernels": "kernels", "names": "names"}
+        yield Section("Lines", text, _rows(lines, headings))
+
+
+def _rows(table: pandas.DataFrame, headings: dict[str, str]) -> list[dict[str, Any]]:
+    """Rows under their headings; shares as percent."""
+    found = []
+    for row in rows_of(table):
+        if row.get("flops_reason") == NO_WORK:
+            row["flops_reason"] = None
+        for key, name in headings.items():
+            if name.endswith("%") and row.get(key) is not None:
+                row[key] *= 100
+        found.append({headings[key]: row.get(key) for key in headings})
+    return found
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of evidence; what is not a number or text as JSON."""
+    return {
+        key: value if value is None or isinstance(value, int | float | str) else json.dumps(value)
+        for key, value in row.items()
+    }

@@ -1,0 +1,1 @@
+"""Reads a chrome trace of PyTorch's profiler."""

@@ -1,0 +1,1 @@
+"""Whole reports, made from the parts of `attnscope.profile` and `attnscope.bench`."""

@@ -1,0 +1,1 @@
+"""A Llama model of Hugging Face transformers, by attention implementation."""

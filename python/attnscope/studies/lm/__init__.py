@@ -1,0 +1,1 @@
+"""Training steps of transformer language models."""

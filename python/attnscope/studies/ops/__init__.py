@@ -1,0 +1,1 @@
+"""The operator table beside the raw trace and CUDA events."""

@@ -1,0 +1,212 @@
+"""The same call timed by several tools, with the reason for each difference.
+
+The reference is the time of the call's GPU work in a profiler's trace. Every other tool sees that
+work and something more: what, and how much at most, is said before the numbers are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import mean, median, quantiles
+from typing import TYPE_CHECKING, Any
+
+from attnscope.bench.timing import Settings, Timing, make_timer, time_interleaved
+from attnscope.profile.attribution.owners import Attribution, busy_ns
+from attnscope.profile.trace.events import GpuEvent
+
+if TYPE_CHECKING:
+    import pandas
+
+    from attnscope.profile.api import Profile
+
+# Of the reference; clocks and caches move a kernel by as much from one run to the next.
+TOLERANCE = 0.03
+# Between the end of a kernel and the start of the next of its stream pass about 1 us.
+GAP_US = 1.5
+# From the first event to the start of the first kernel: on an H200 4.7 to 5.7 us more than an empty
+# pair, with or without a graph.
+START_US = 6.0
+# Of what an empty pair of events is taken to last, at least: their clock ticks each half us.
+PAIR_US = 1.0
+CALL = "reconcile"
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One tool's times of one call, in microseconds.
+
+    `beyond` says what the times hold besides the GPU work, `beyond_us` how much that may be at
+    most, `within_us` how much of the work may be hidden in them. Without samples, `reason` says
+    why there are none.
+    """
+
+    tool: str
+    samples_us: Sequence[float] = ()
+    beyond: str = ""
+    beyond_us: float = 0.0
+    within_us: float = 0.0
+    reason: str | None = None
+
+
+@dataclass
+class Work:
+    """GPU work of the calls in a trace: its sum by call, and how many pieces a call has."""
+
+    sums_us: list[float] = field(default_factory=list)
+    pieces: float = 0.0
+    overlap_us: float = 0.0  # of a call, on average: what runs beside other work of it
+
+
+def reconcile(
+    fn: Call,
+    *,
+    samples: int = 30,
+    tolerance: float = TOLERANCE,
+    warmup: int = 3,
+    recorded: Profile | None = None,
+) -> pandas.DataFrame:
+    """Time `fn` on the current CUDA device by torch's profiler, CUDA events and a CUDA graph.
+
+    All tools see a warm L2. For the columns see `compare`; the profiler is the reference:
+    `recorded`, as from `record_calls`, or a profile made here. A call that cannot be captured into
+    a graph has a row with the reason.
+
+    Raises ValueError without a CUDA device or where `fn` runs nothing on it, ProfileError where the
+    profiler lost events; an exception of `fn` is passed on.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError("fn: there is no CUDA device to time it on")
+    if samples < 2:
+        raise ValueError(f"samples: is {samples}; allowed: 2 or more")
+    device = torch.device("cuda", torch.cuda.current_device())
+    # Without rests, since there are none in the profile.
+    events = Settings(l2="warm", warmup=warmup, min_samples=samples, max_samples=samples, rest=0.0)
+    graph = replace(events, graph=True)
+    timed = time_interleaved({"fn": [fn], "empty": [_nothing]}, make_timer(device, events), events)
+    if timed["fn"].error is not None:
+        raise timed["fn"].error
+    work = work_of_calls((recorded or record_calls(fn, samples, warmup, shapes=False)).attribution)
+    replayed = time_interleaved({"fn": [fn]}, make_timer(device, graph), graph)["fn"]
+    pair = max(PAIR_US, 1e3 * median(timed["empty"].samples_ms or [0.0]))
+    return compare(measurements(work, timed["fn"], replayed, pair), tolerance)
+
+
+def measurements(
+    work: Work, events: Timing, graph: Timing, pair_us: float
+) -> tuple[Measurement, ...]:
+    """The three tools' times, the profiler's first. `pair_us`: what an empty event pair lasts."""
+    gaps_us = GAP_US * max(0.0, work.pieces - 1)
+    overlap = f"; {work.overlap_us:.1f} us of it run at the same time" if work.overlap_us else ""
+    pieces = f"{work.pieces:g} kernels and copies"
+    beyond = (
+        f"the events themselves (an empty pair: {pair_us:.1f} us), the start of the first kernel"
+        f" and the gaps of {pieces}"
+    )
+    beyond_us = pair_us + START_US + gaps_us
+    error = f"{type(graph.error).__name__}: {graph.error}" if graph.error else None
+    late = f"; in {events.late} samples the GPU waited for the host" if events.late else ""
+    return (
+        Measurement("torch profiler", work.sums_us, f"nothing: the sum of {pieces}{overlap}"),
+        Measurement(
+            "CUDA events",
+            [1e3 * ms for ms in events.samples_ms],
+            f"{beyond}{late}",
+            beyond_us,
+            work.overlap_us,
+        ),
+        Measurement(
+            "CUDA graph",
+            [] if error else [1e3 * ms for ms in graph.samples_ms],
+            f"{beyond}; no launch from the host in between",
+            beyond_us,
+            work.overlap_us,
+            f"cannot be captured: {error}" if error else None,
+        ),
+    )
+
+
+def compare(found: Sequence[Measurement], tolerance: float = TOLERANCE) -> pandas.DataFrame:
+    """Each measurement against the first one, which is the reference.
+
+    Columns: tool, median_us, p20_us, p80_us, samples, difference_us (to the reference's median),
+    difference (its share of that), least_us and most_us (between which difference_us may be:
+    `tolerance` of the reference, and what the tool may see more or less), agrees (missing where
+    there is no time), reason.
+
+    Raises ValueError where the reference has no samples.
+    """
+    import pandas
+
+    if not found or not found[0].samples_us:
+        raise ValueError("found: the first measurement, the reference, has no samples")
+    reference = median(found[0].samples_us)
+    rows = []
+    for one in found:
+        row: dict[str, Any] = {"tool": one.tool, "samples": len(one.samples_us)}
+        if one.samples_us:
+            difference = median(one.samples_us) - reference
+            least = -tolerance * reference - one.within_us
+            most = tolerance * reference + one.beyond_us
+            low, high = _p20_p80(one.samples_us)
+            row |= {"median_us": median(one.samples_us), "p20_us": low, "p80_us": high}
+            row |= {"difference_us": difference, "difference": difference / reference}
+            row |= {"least_us": least, "most_us": most, "agrees": least <= difference <= most}
+        rows.append(row | {"reason": one.reason or f"holds {one.beyond}"})
+    columns = "tool median_us p20_us p80_us samples difference_us difference least_us most_us"
+    return pandas.DataFrame(rows, columns=[*columns.split(), "agrees", "reason"])
+
+
+def _p20_p80(samples: Sequence[float]) -> tuple[float, float]:
+    if len(samples) == 1:
+        return samples[0], samples[0]
+    fifths = quantiles(samples, n=5, method="inclusive")
+    return fifths[0], fifths[-1]
+
+
+def _nothing() -> None:
+    pass
+
+
+def record_calls(
+    fn: Call, samples: int, warmup: int = 3, *, shapes: bool = True, kineto: bool = False
+) -> Profile:
+    """A profile of `samples` calls, each in a range CALL; options as of `profile`."""
+    import torch
+
+    from attnscope.profile.record.session import profile
+
+    @profile(CALL, warmup=warmup, shapes=shapes, kineto=kineto)
+    def calls() -> None:
+        for _ in range(samples):
+            with torch.profiler.record_function(CALL):
+                fn()
+
+    calls()
+    return calls.profile
+
+
+def work_of_calls(attribution: Attribution) -> Work:
+    """GPU work launched inside each range named CALL, in order of the calls.
+
+    Raises ValueError where there is none, or not in every call.
+    """
+    trace = attribution.trace
+    calls: dict[int, list[GpuEvent]] = {
+        event.index: [] for event in trace.cpu if event.kind == "range" and event.name == CALL
+    }
+    for piece in trace.gpu:
+        outer = next((r for r in attribution.ranges(piece) if r.name == CALL), None)
+        if outer is not None:
+            calls[outer.index].append(piece)
+    if not calls or not all(calls.values()):
+        empty = sum(not pieces for pieces in calls.values())
+        raise ValueError(f"fn: {empty} of {len(calls)} calls ran nothing on the GPU")
+    sums = [sum(piece.duration for piece in pieces) / 1e3 for pieces in calls.values()]
+    busy = [busy_ns(pieces) / 1e3 for pieces in calls.values()]
+    overlaps = [total - union for total, union in zip(sums, busy, strict=True)]
+    return Work(sums, mean(len(pieces) for pieces in calls.values()), mean(overlaps))

@@ -1,0 +1,92 @@
+"""Where profiles and reports are written: a folder, records as they come, a report beside them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from attnscope.common.console import say
+from attnscope.common.options import make_folder
+from attnscope.profile.errors import ProfileError
+
+if TYPE_CHECKING:
+    from attnscope.common.results import Results
+    from attnscope.profile.render.document import Document
+    from attnscope.studies.records import Record
+
+SUFFIXES = (".json", ".md", ".html")  # records, and the report in two forms
+Output = Annotated[
+    Path,
+    typer.Option(
+        help="Folder for records (JSON), report and figures. Records that are there are not"
+        " replaced: it must be another folder, or they must be moved."
+    ),
+]
+
+
+def start(stem: Path, env: dict[str, Any], resume: bool | None = None) -> Results:
+    """Start `<stem>.json`, or go on with it; `resume` is None for a command that never does.
+
+    Raises ValueError where the files cannot be written, where there are records that are not gone
+    on with (they took time, and stay), and what `Results.create` raises.
+    """
+    from attnscope.common.results import Results, read_results
+
+    make_folder(stem.parent)
+    for file in map(stem.with_suffix, SUFFIXES):
+        if file.is_dir():
+            raise ValueError(f"output: {file}: Is a directory")
+    path = stem.with_suffix(".json")
+    if path.exists():
+        if not resume:
+            how = "" if resume is None else "go on with it by --resume, or "
+            raise ValueError(f"output: {path} exists and is kept; {how}give another --output")
+        content = read_results(path)
+        for key, kind in (("env", dict), ("rows", list)):
+            if not isinstance(content[key], kind):
+                raise ValueError(f"{path}: not a result file: {key} is {content[key]!r:.40}")
+    return Results.create(path, env, bool(resume))
+
+
+@contextmanager
+def bad_output(command: str, folder: Path) -> Iterator[None]:
+    """Turn a file that cannot be written into one line that names it, and exit code 2."""
+    try:
+        yield
+    except OSError as error:
+        # A rename names the temporary file first; a full disk names none.
+        name = error.filename2 or error.filename or folder
+        say(f"{command}: output: {name}: {error.strerror or error}", "red")
+        raise typer.Exit(2) from None
+
+
+def teller(name: Callable[[Record], str]) -> Callable[[Record], None]:
+    """Says how a record ended, and how long after now."""
+    started = time.perf_counter()
+
+    def tell(record: Record) -> None:
+        why = f": {record['reason']}" if record["reason"] else ""
+        seconds = time.perf_counter() - started
+        say(f"{seconds:6.1f} s  {name(record)}: {record['status']}{why}")
+
+    return tell
+
+
+def finish(command: str, report: Callable[[], Document], stem: Path) -> None:
+    """Show a report and write it beside its records; exit code 1 where it cannot be true, 2 where
+    it cannot be written."""
+    try:
+        document = report()
+    except (ProfileError, ValueError) as error:
+        say(f"{command}: {error}", "red")
+        raise typer.Exit(1) from None
+    document.print()
+    with bad_output(command, stem.parent):
+        document.write_markdown(stem.with_suffix(".md"))
+        document.write_html(stem.with_suffix(".html"))
+    say(f"wrote {stem}.json, .md and .html")
