@@ -1,19 +1,22 @@
 """Loads the compiled libraries of the package into torch, once, when the package is imported."""
 
 import json
+import os
 from pathlib import Path
 
 import torch
 
 PACKAGE = Path(__file__).parent
+# A build of the CUDA kernels to load in place of the package's, such as one with injected faults.
+CUDA_LIBRARY = Path(os.environ.get("ATTNSCOPE_CUDA_LIBRARY") or PACKAGE / "_C_cuda.so")
 REBUILD = "run `make build` or `pip install .` in the source tree"
 # What this Python calls, with the number of arguments; a library that has it otherwise was built
 # from other sources.
 OPS = {"forward": 13, "kernels": 0}
 
 
-def _load_library(name: str) -> None:
-    path = PACKAGE / f"{name}.so"
+def _load_library(name: str, path: Path | None = None) -> None:
+    path = path or PACKAGE / f"{name}.so"
     try:
         torch.ops.load_library(path)
     except OSError as error:
@@ -45,7 +48,7 @@ def _load() -> dict[str, str]:
     elif torch.version.cuda is None:
         status["_C_cuda"] = "built, not loaded: this torch has no CUDA"
     else:
-        _load_library("_C_cuda")
+        _load_library("_C_cuda", CUDA_LIBRARY)
         status["_C_cuda"] = "loaded"
     return status
 

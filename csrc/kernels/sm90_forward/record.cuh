@@ -10,14 +10,14 @@
 
 #define ATTNSCOPE_EXPORT extern "C" __attribute__((visibility("default")))
 
-// The tile that serves a call: head_dim, block_m, block_n, q_stages, stages, blocks_per_sm,
-// consumers, scores_live, how many query heads lie side by side in it, and how many have rows and
-// keys of their own. False where none does.
+// The tile that serves a call on a device of `sms` multiprocessors: head_dim, block_m, block_n,
+// q_stages, stages, blocks_per_sm, consumers, scores_live, query heads side by side,
+// heads_per_tile. False where none does.
 ATTNSCOPE_EXPORT bool attnscope_timeline_tile(int head_dim, int seqlen_q, int batch, int heads_q,
-                                              int heads_kv, bool causal, int* tile) {
+                                              int heads_kv, bool causal, int sms, int* tile) {
   using namespace attnscope::sm90;
-  const ForwardChoice choice = choose_forward(head_dim, seqlen_q, heads_q, heads_kv, batch, causal,
-                                              false, attnscope::current_device().sms);
+  const ForwardChoice choice =
+      choose_forward(head_dim, seqlen_q, heads_q, heads_kv, batch, causal, false, sms);
   if (choice.row < 0) return false;
   const ForwardTile& t = kForwardTiles[choice.row];
   const int values[] = {
