@@ -187,7 +187,9 @@ class Consumer {
     if (__builtin_expect(s.v_not_finite[TileSlot(tiles).stage] != 0, false)) {
       add_not_finite<Config>(a, work(), consumer);
     }
-    release(s.tile_empty[TileSlot(tiles).stage], Fault::kReleaseTile);
+    inject(Fault::kReleaseTile, tiles);
+    // Every lane arrives, since every lane has read: racecheck follows an arrival for its own lane.
+    ptx::mbarrier_arrive(ptx::shared_address(&s.tile_empty[TileSlot(tiles).stage]));
     ++tiles;
   }
 
@@ -258,13 +260,12 @@ class Consumer {
     ptx::mbarrier_wait(ptx::shared_address(&barrier), parity);
   }
 
-  // One arrival a warp, after all of its lanes have read.
-  __device__ __forceinline__ void release(uint64_t& barrier, Fault fault = Fault::kRelease) const {
+  // One arrival a warp, after all of its lanes have read. No branch: with one, the compiler keeps
+  // ring positions and descriptors in vector registers, and moves them for every product.
+  __device__ __forceinline__ void release(uint64_t& barrier) const {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) {
-      inject(fault, blocks);
-      ptx::mbarrier_arrive(ptx::shared_address(&barrier));
-    }
+    inject(Fault::kRelease, blocks);
+    ptx::mbarrier_arrive_if(ptx::shared_address(&barrier), threadIdx.x % 32 == 0);
   }
 
   __device__ __forceinline__ void mark(ConsumerTile::Mark state) const {

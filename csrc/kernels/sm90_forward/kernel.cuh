@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     ptx::mbarrier_init(shared_address(&s.tile_wanted), 1);
     for (int i = 0; i < ForwardShared<Config>::kTiles; ++i) {
       ptx::mbarrier_init(shared_address(&s.tile_full[i]), 32);
-      ptx::mbarrier_init(shared_address(&s.tile_empty[i]), kWarps + 2 + a.checks_values);
+      ptx::mbarrier_init(shared_address(&s.tile_empty[i]), 32 * (kWarps + a.checks_values) + 2);
     }
     for (int i = 0; i < Config::kStages; ++i) {
       ptx::mbarrier_init(shared_address(&s.k_full[i]), 1);

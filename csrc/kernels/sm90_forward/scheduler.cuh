@@ -151,13 +151,18 @@ __device__ __forceinline__ void note_tile(const Timeline& timeline, int tile, co
 __device__ __forceinline__ void take_index(const ForwardArguments& a, TileQueue& s) {
   const int blocks = gridDim.x;
   if (a.counter != nullptr) {
-    s.index = blocks + ptx::atomic_add(&a.counter->taken, 1);
-  } else {
-    // Every second round backwards: the block with the longest tile of a round takes the shortest
-    // one of the next.
-    const int round = s.index / blocks, place = s.index - round * blocks;
-    s.index = (round + 1) * blocks + (blocks - 1 - place);
+    s.index = s.round++ == 0 ? blockIdx.x : blocks + ptx::atomic_add(&a.counter->taken, 1);
+    return;
   }
+  // The static schedule: a section of tiles in rounds of one tile a block, every second round
+  // backwards. The block with the longest tile of a round gets the shortest one of the next.
+  int place;
+  do {
+    const int round = s.round++, section = round / a.section_rounds;
+    place = (round - section * a.section_rounds) * blocks +
+            (round % 2 == 0 ? blockIdx.x : blocks - 1 - blockIdx.x);
+    s.index = section * a.section_tiles + place;
+  } while (place >= a.section_tiles);
 }
 
 // Hands out tiles until none is left. A tile is taken only when the producer nears the end of the
@@ -170,7 +175,7 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
   const bool elected = threadIdx.x % 32 == 0;
   if (elected) {
     s.queue.tiles = 0;
-    s.queue.index = blockIdx.x;
+    s.queue.round = 0;
     s.queue.batch = 0;
   }
   __syncwarp();
@@ -183,9 +188,9 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
     if (tiles > 0) {
       if (!a.prefetch_tiles) ptx::mbarrier_wait(shared_address(&s.tile_wanted), tiles - 1 & 1);
       timeline.tile(tiles, SchedulerTile::kTake);
-      if (elected) take_index(a, s.queue);
-      __syncwarp();
     }
+    if (elected) take_index(a, s.queue);
+    __syncwarp();
     timeline.tile(tiles, SchedulerTile::kAwaitSlot);
     const TileSlot slot(tiles);
     ptx::mbarrier_wait(shared_address(&s.tile_empty[slot.stage]), slot.parity ^ 1);

@@ -81,6 +81,7 @@ inline constexpr int kMostTiles = INT_MAX / 2;  // of a call, so that the sum of
 // The scheduler's place among the tiles. In shared memory, since the scheduler has few registers.
 struct TileQueue {
   int tiles;        // handed out by this thread block
+  int round;        // tiles asked for by this thread block
   int index;        // of the tile, in the order of the call
   int sequence;     // the tile's sequence
   int m_block;      // the tile's place in that sequence
@@ -134,7 +135,9 @@ struct ForwardArguments {
   bool prefetch_tiles;    // take tiles as soon as there is room for them
   bool packed;
   bool checks_values;    // V of boundary blocks is checked: see values.cuh
-  TileCounter* counter;  // null: a static schedule
+  TileCounter* counter;  // null: a static schedule, by the two numbers that follow
+  int section_tiles;     // tiles whose lengths fall from the first to the last
+  int section_rounds;    // rounds of one tile a block that a section takes
 };
 
 template <class Config>

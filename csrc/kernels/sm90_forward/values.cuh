@@ -19,8 +19,10 @@ template <class Config>
 __device__ __forceinline__ void wait_and_serve(const ForwardArguments& a, ForwardShared<Config>& s,
                                                uint64_t& barrier, int parity) {
 #ifdef ATTNSCOPE_FAULTS
-  while (!ptx::mbarrier_test(ptx::shared_address(&barrier), parity)) issue_late_copy<Config>(a, s);
-  __syncwarp();
+  const uint32_t address = ptx::shared_address(&barrier);
+  while (!__all_sync(0xffffffffu, ptx::mbarrier_test(address, parity))) {
+    issue_late_copy<Config>(a, s);
+  }
 #else
   ptx::mbarrier_wait(ptx::shared_address(&barrier), parity);
 #endif
@@ -52,6 +54,7 @@ __device__ __forceinline__ bool make_finite(uint32_t v, int valid_begin, int val
         ptx::store_shared_v4(v + (step * 32 + lane) * 16, uint4{});
       }
     }
+    ptx::fence_proxy_async();
   }
   uint32_t x = 0, y = 0, z = 0, w = 0;  // 0 times an element, summed: NaN if one is not finite
 #pragma unroll 2
@@ -73,6 +76,7 @@ __device__ __forceinline__ bool make_finite(uint32_t v, int valid_begin, int val
     values.w = finite_or_zero<Element>(values.w);
     ptx::store_shared_v4(v + (step * 32 + lane) * 16, values);
   }
+  ptx::fence_proxy_async();
   return true;
 }
 
@@ -103,12 +107,11 @@ __device__ __forceinline__ void check_values(const ForwardArguments& a, ForwardS
                                           w.seqlen_k - block * Config::kBlockN);
       }
       if (elected && not_finite) s.v_not_finite[slot.stage] = 1;
-      ptx::fence_proxy_async();
       __syncwarp();
       if (elected) ptx::mbarrier_arrive(shared_address(&s.v_full[stage]));
     }
-    __syncwarp();
-    if (elected) ptx::mbarrier_arrive(shared_address(&s.tile_empty[slot.stage]));
+    inject(Fault::kReleaseTile, tiles);
+    ptx::mbarrier_arrive(shared_address(&s.tile_empty[slot.stage]));
   }
 #ifdef ATTNSCOPE_FAULTS
   while (volatile_load(s.late_copy.ready)) issue_late_copy<Config>(a, s);
