@@ -14,9 +14,9 @@ from forward_cases import CASES, OP_CALLS, op_call
 from helpers import HEAD_DIMS, LENGTHS, MASKS, Target, assert_matches, assert_workload_passes
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnscope import attention, attention_varlen, ops
+from attnscope import argument_checks, attention, attention_varlen
 from attnscope.numerics import KINDS
-from attnscope.ops import forward_flops
+from attnscope.attention_flops import forward_flops
 
 pytestmark = pytest.mark.gpu
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -363,7 +363,7 @@ def test_contents_of_cu_seqlens_are_checked_on_request(bf16_target, monkeypatch)
     cu = bf16_target.cu_seqlens(0, 6, 3, 8)
     out = attention_varlen(q, k, v, cu, cu, 8, 8, impl=bf16_target.impl)
     assert out.isfinite().all()
-    monkeypatch.setattr(ops, "CHECK_CONTENTS", True)
+    monkeypatch.setattr(argument_checks, "CHECK_CONTENTS", True)
     with pytest.raises(
         ValueError, match="cu_seqlens_q: goes from 6 to 3 at 2; allowed: no decrease"
     ):

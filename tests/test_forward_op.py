@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attnscope import attention, attention_varlen
 from attnscope.bench.workloads import Workload
-from attnscope.ops import forward_flops, visible_pairs
+from attnscope.attention_flops import forward_flops, visible_pairs
 
 TARGET = Target(None, "cpu", torch.float32)
 FORWARD = TARGET.op

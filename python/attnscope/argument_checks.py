@@ -236,9 +236,7 @@ def _check_window(left: int, right: int) -> None:
         raise TypeError(f"window must be two ints, (left, right), got {window!r}")
     # The values of symbolic bounds are checked by the C++ op.
     if any(isinstance(bound, int) and bound < -1 for bound in window):
-        raise ValueError(
-            f"window must be (left, right), both >= -1, got {window}. -1 is unbounded"
-        )
+        raise ValueError(f"window must be (left, right), both >= -1, got {window}. -1 is unbounded")
 
 
 def _check_scores(scale: float, softcap: float) -> None:

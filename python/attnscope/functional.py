@@ -148,15 +148,16 @@ def _attention(
     """
     if torch.compiler.is_compiling():
         return _trace(q, k, v, packing, causal, window, scale, softcap, impl)
-    refusal: Exception | None = None
     try:
         op, variant = (_FORWARD, 0) if impl is None else _select(impl, q)
         options: dict[str, Any] = {
             "scale": 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
         }
         # A keyword costs 0.2 us in the dispatcher: defaults are left out.
-        if causal is not False:
-            options["causal"] = causal
+        if causal is True:
+            options["causal"] = True
+        elif causal is not False:  # the dispatcher would take None for False
+            raise TypeError(f"causal must be a bool, got {causal!r}")
         if window != (-1, -1):
             options["window_left"], options["window_right"] = window
         if softcap != 0:
@@ -175,8 +176,7 @@ def _attention(
             if _functorch_level() is not None:
                 return apply_functional(op, (*tensors, None, None)[:5], options)
             if type(q) is type(k) is type(v) is Tensor and not (
-                torch.is_grad_enabled()
-                and (q.requires_grad or k.requires_grad or v.requires_grad)
+                torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
             ):
                 with below_autograd():
                     return op(*tensors, **options)
@@ -185,7 +185,7 @@ def _attention(
         refusal = _explain(q, k, v, packing, causal, window, scale, softcap, impl)
         if refusal is None:
             raise
-    raise refusal
+        raise refusal from None
 
 
 def _trace(

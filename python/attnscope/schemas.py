@@ -16,9 +16,7 @@ class Argument(NamedTuple):
         return f"{self.type} {self.name}" + ("" if self.default is None else f"={self.default}")
 
 
-_TENSORS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, *, "
-)
+_TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, *, "
 _SHARED_OPTIONS = (
     Argument("scale", "float"),
     Argument("max_seqlen_q", "SymInt", 0),
