@@ -38,8 +38,8 @@ def register_autograd_kernel(op: Any, library: torch.library.Library, *keys: str
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             if _transforms_are_active():
                 raise NotImplementedError(
-                    f"{op.name()} must be called through attnscope.attention inside torch.func "
-                    "transforms. The op itself has no rule for them"
+                    f"{op.name()} has no rule for these torch.func transforms. Call "
+                    "attnscope.attention, inside torch.func.grad or torch.func.vjp alone"
                 )
             return _Forward.apply(op, keyset, options, q, k, v, cu_seqlens_q, cu_seqlens_k)
         with below_autograd():
@@ -51,11 +51,23 @@ def register_autograd_kernel(op: Any, library: torch.library.Library, *keys: str
         library.impl(op, kernel, key, with_keyset=True)
 
 
+def apply_with_grad(op: Any, tensors: tuple[Tensor, ...], options: dict[str, Any]) -> Result:
+    """(out, lse) of a forward op that needs a gradient, without a dispatch to the Autograd key.
+
+    `tensors` are q, k, v, or these and both cu_seqlens, none with a tangent, outside torch.func
+    transforms and autocast.
+    """
+    return _apply(op, None, options, *tensors)
+
+
 def apply_functional(op: Any, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Any:
     """Call a forward op inside torch.func transforms: (out, lse).
 
     `tensors` are q, k, v, cu_seqlens_q, cu_seqlens_k.
     """
+    top = torch._C._functorch.peek_interpreter_stack()
+    if top is not None and top.key() == torch._C._functorch.TransformType.Functionalize:
+        return op(*tensors, **options)  # that one has no rule for autograd functions
     return _FunctionalForward.apply(op, options, *tensors)
 
 
@@ -92,13 +104,20 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, op: Any, keyset: Any, options: dict[str, Any], *tensors: Any) -> Result:
         with below_autograd():
-            result = op.redispatch(keyset & _AFTER_AUTOGRAD, *tensors, **options)
+            if keyset is None:
+                result = op(*tensors, **options)
+            else:
+                result = op.redispatch(keyset & _AFTER_AUTOGRAD, *tensors, **options)
         _save(ctx, op, options, tensors, result)
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> NoReturn:
         _refuse_backward(ctx.op)
+
+
+# Function.apply is Python around this: it looks for transforms once more, for 2 us.
+_apply = super(torch.autograd.Function, _Forward).apply
 
 
 class _FunctionalForward(torch.autograd.Function):

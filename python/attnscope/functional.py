@@ -16,11 +16,12 @@ from attnscope.argument_checks import (
     check_forward,
     reads_contents,
 )
-from attnscope.autograd import apply_functional, below_autograd
+from attnscope.autograd import apply_functional, apply_with_grad, below_autograd
 
 _CUDA_STATUS = _load.library_status()["_C_cuda"]
 _FORWARD = torch.ops.attnscope.forward.default
 _functorch_level = torch._C._functorch.maybe_current_level
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 # impl -> the device type that it needs (None: any) and the op's variant.
 _IMPLS: dict[str | None, tuple[str | None, int]] = {
@@ -175,11 +176,13 @@ def _attention(
         if forward_ad._current_level < 0:
             if _functorch_level() is not None:
                 return apply_functional(op, (*tensors, None, None)[:5], options)
-            if type(q) is type(k) is type(v) is Tensor and not (
-                torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-            ):
-                with below_autograd():
-                    return op(*tensors, **options)
+            if type(q) is type(k) is type(v) is Tensor:
+                needs_grad = q.requires_grad or k.requires_grad or v.requires_grad
+                if not (needs_grad and torch.is_grad_enabled()):
+                    with below_autograd():
+                        return op(*tensors, **options)
+                if not _is_any_autocast_enabled():
+                    return apply_with_grad(op, tensors, options)
         return op(*tensors, **options)
     except Exception:
         refusal = _explain(q, k, v, packing, causal, window, scale, softcap, impl)
