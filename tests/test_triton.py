@@ -188,3 +188,19 @@ class TestOnFakeCuda:
         assert len(kernels) == 1
         arguments = kernels[0].kwargs["kwargs"]
         assert (arguments["D"], arguments["BLOCK_D"], arguments["HAS_RIGHT"]) == (72, 128, True)
+
+    def test_lengths_that_are_not_known_while_tracing(self):
+        def user(x, cu):
+            max_seqlen = cu.diff().max().item()
+            return torch.ops.attnscope_triton.forward(
+                x, x, x, cu, cu, scale=0.1, causal=True, max_seqlen_q=max_seqlen,
+                max_seqlen_k=max_seqlen,
+            )  # fmt: skip
+
+        with FakeTensorMode(shape_env=ShapeEnv()):
+            x = torch.empty(100, 4, 64, device="cuda", dtype=torch.bfloat16)
+            cu = torch.empty(5, device="cuda", dtype=torch.int32)
+            graph = make_fx(dispatch_functionalize(user))(x, cu)
+        kernels = [n for n in graph.graph.nodes if "triton_kernel_wrapper" in str(n.target)]
+        assert len(kernels) == 1
+        assert kernels[0].kwargs["kwargs"].keys() >= {"q", "cu_seqlens_q", "seqlen_q"}

@@ -32,8 +32,11 @@ class KernelCache:
         `plan` has programs, numbers (integers below 2^31, and floats), constants and options.
         `tensors` are the kernel's first arguments; None is a null pointer.
         """
-        pointers = [None if t is None else t.data_ptr() for t in tensors]
-        if any(p is not None and p % 16 for p in pointers):
+        pointers = [0 if t is None else t.data_ptr() for t in tensors]
+        bits = 0
+        for pointer in pointers:
+            bits |= pointer
+        if bits % 16:
             self.launch_uncached(plan, tensors)
             return
         constants = tuple(plan.constants.values())
