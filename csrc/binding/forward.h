@@ -41,9 +41,9 @@ ForwardResult forward_op(const Tensor& q, const Tensor& k, const Tensor& v,
                          int64_t window_left, int64_t window_right, double softcap,
                          int64_t variant) {
   NvtxRange range(Range::kForward, q.numel());
-  return kImplementation({q, k, v, cu_seqlens_q, cu_seqlens_k},
-                         {scale, max_seqlen_q, max_seqlen_k, causal, window_left, window_right,
-                          softcap, variant});
+  return kImplementation(
+      {q, k, v, cu_seqlens_q, cu_seqlens_k},
+      {scale, max_seqlen_q, max_seqlen_k, causal, window_left, window_right, softcap, variant});
 }
 
 }  // namespace attnscope::binding

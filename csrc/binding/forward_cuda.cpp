@@ -29,9 +29,8 @@ const char* launch(const ForwardParams& params, int64_t variant, void* stream) {
 
 ForwardResult forward_cuda(const AttentionTensors& tensors, const ForwardOptions& options) {
   const Tensor& q = tensors.q;
-  STD_TORCH_CHECK(
-      options.variant == kAuto || options.variant == kSm80 || options.variant == kSm90,
-      "variant must be 0, 80 or 90 on CUDA, got ", options.variant);
+  STD_TORCH_CHECK(options.variant == kAuto || options.variant == kSm80 || options.variant == kSm90,
+                  "variant must be 0, 80 or 90 on CUDA, got ", options.variant);
   STD_TORCH_CHECK(q.is_cuda(), "q must be on CUDA, as one of the other tensors is");
   STD_TORCH_CHECK(q.scalar_type() == ScalarType::Half || q.scalar_type() == ScalarType::BFloat16,
                   "q must have dtype float16 or bfloat16 on CUDA");

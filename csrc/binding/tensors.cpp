@@ -66,8 +66,9 @@ void check_sizes(const AttentionSizes& s) {
   STD_TORCH_CHECK(s.batch == 0 || s.heads_q <= kIntMax / s.batch,
                   "batch * heads_q must be <= ", kIntMax, ", got ", s.batch, " * ", s.heads_q);
   for (const int64_t rows : {s.rows_q, s.rows_k, s.seqlen_q + s.seqlen_k}) {
-    STD_TORCH_CHECK(rows <= kMaxRows, "rows of q, of k, and seqlen_q + seqlen_k must be <= ",
-                    kMaxRows, ", got ", rows);
+    STD_TORCH_CHECK(rows <= kMaxRows,
+                    "rows of q, of k, and seqlen_q + seqlen_k must be <= ", kMaxRows, ", got ",
+                    rows);
   }
   int64_t tiles = (s.seqlen_q + kMinTileRows - 1) / kMinTileRows * s.batch;
   if (s.packed) tiles = std::min(tiles, s.rows_q / kMinTileRows + s.batch);

@@ -27,9 +27,9 @@ constexpr int64_t kMinTileRows = 64;  // of any kernel
 
 // q, k and v of a call, dense or packed.
 struct AttentionTensors {
-  const Tensor& q;  // [B, Sq, Hq, D] or [Tq, Hq, D]
-  const Tensor& k;  // [B, Sk, Hkv, D] or [Tk, Hkv, D]
-  const Tensor& v;  // [B, Sk, Hkv, Dv] or [Tk, Hkv, Dv]
+  const Tensor& q;                            // [B, Sq, Hq, D] or [Tq, Hq, D]
+  const Tensor& k;                            // [B, Sk, Hkv, D] or [Tk, Hkv, D]
+  const Tensor& v;                            // [B, Sk, Hkv, Dv] or [Tk, Hkv, Dv]
   const std::optional<Tensor>& cu_seqlens_q;  // int32 [B + 1], or neither
   const std::optional<Tensor>& cu_seqlens_k;
 };

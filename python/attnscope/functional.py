@@ -76,11 +76,12 @@ def attention(
     tensor copied first (NVTX range attnscope::copy). Memory grows linearly with Sq and Sk.
 
     Inside torch.autocast q, k and v are cast to the autocast dtype, as for torch's own attention.
-    There is no backward yet: calling one raises NotImplementedError.
 
     Raises:
-        ValueError, TypeError: an argument is not allowed; names it, its value and what is.
+        ValueError, TypeError: an argument is not allowed. The message names the argument, the rule
+            and the value. Nothing was launched.
         RuntimeError: the tensors are on CUDA and the CUDA kernels are not built or not loaded.
+        NotImplementedError: there is no backward yet, no forward-mode derivative and no vmap rule.
 
     The algorithm is FlashAttention's: online softmax over tiles of keys (Dao et al. 2022,
     arXiv:2205.14135; Dao 2023, arXiv:2307.08691).
@@ -258,33 +259,35 @@ def _check_call(
     Reads the contents of tensors where argument_checks.reads_contents allows it.
     """
     check_are_tensors(q=q, k=k, v=v)
-    tensors = (q, k, v)
     if q.device.type in ops.AUTOCAST_DEVICES and torch.is_autocast_enabled(q.device.type):
-        tensors = ops.cast_for_autocast(q, k, v)
-    if scale is None:
-        scale = 1.0
+        q, k, v = ops.cast_for_autocast(q, k, v)
     if not isinstance(window, (tuple, list)):
         raise TypeError(f"window must be two ints, (left, right), got {window!r}")
     if len(window) != 2:
         raise ValueError(f"window must be (left, right), got {window!r}")
-    cu_seqlens: tuple[Any, ...] = ()
-    longest: dict[str, int] = {}
+    cu_seqlens_q, cu_seqlens_k, *longest = (None, None, 0, 0) if packing is None else packing
     if packing is not None:
-        *cu_seqlens, longest["max_seqlen_q"], longest["max_seqlen_k"] = packing
-        check_are_tensors(cu_seqlens_q=cu_seqlens[0], cu_seqlens_k=cu_seqlens[1])
+        check_are_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    lengths: Any = dict(zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True))
+    dtypes = argument_checks.TRITON_DTYPES if impl == "triton" else argument_checks.DTYPES
+    if scale is None:
+        scale = 1.0 / math.sqrt(max(q.shape[-1], 1)) if q.ndim else 1.0
     check_forward(
-        *tensors,
-        *cu_seqlens,
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
         scale=scale,
         causal=causal,
         window_left=window[0],
         window_right=window[1],
         softcap=softcap,
-        dtypes=argument_checks.DTYPES if impl != "triton" else argument_checks.TRITON_DTYPES,
-        **longest,
+        dtypes=dtypes,
+        **lengths,
     )
     if reads_contents(q):
-        check_contents(*tensors, *cu_seqlens, **longest)
+        check_contents(q, k, v, cu_seqlens_q, cu_seqlens_k, **lengths)
 
 
 def _explain(*call: Any) -> Exception | None:

@@ -210,14 +210,13 @@ def _launch(
     plan = _PLANS.get(key)
     if plan is None:
         _check(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
-        read = tuple(_readable(t) for t in (q, k, v))
-        launch = plan_launch(*read, cu_seqlens_q, cu_seqlens_k, **options)
-        copied = any(a is not b for a, b in zip(read, (q, k, v), strict=True))
+        given, (q, k, v) = (q, k, v), (_readable(q), _readable(k), _readable(v))
+        launch = plan_launch(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+        copied = any(a is not b for a, b in zip((q, k, v), given, strict=True))
         plan = _Plan(copied, max(map(int, launch.numbers[:-3])) >= 2**31, launch)
         if len(_PLANS) >= _MAX_PLANS:
             _PLANS.clear()
         _PLANS[key] = plan
-        q, k, v = read
     elif plan.copied:
         q, k, v = _readable(q), _readable(k), _readable(v)
     out, lse = _outputs(q, v, cu_seqlens_q)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-_current_stream = torch._C._cuda_getCurrentRawStream if torch.version.cuda else None
+# Absent in a torch without CUDA, which has nothing to launch on either.
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 class KernelCache:
