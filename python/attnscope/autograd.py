@@ -24,15 +24,7 @@ _transforms_are_active = torch._C._are_functorch_transforms_active
 def register_autograd_kernel(op: Any, library: torch.library.Library, *keys: str) -> None:
     """Register the autograd kernel of a forward op on dispatch keys, such as "Autograd"."""
 
-    def kernel(
-        keyset: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_k: Tensor | None = None,
-        **options: Any,
-    ) -> Result:
+    def kernel(keyset: Any, q: Tensor, k: Tensor, v: Tensor, *cu: Any, **options: Any) -> Result:
         if forward_ad._current_level >= 0 and _has_tangent(q, k, v):
             _refuse_forward_mode(op)
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -41,11 +33,8 @@ def register_autograd_kernel(op: Any, library: torch.library.Library, *keys: str
                     f"{op.name()} has no rule for these torch.func transforms. Call "
                     "attnscope.attention, inside torch.func.grad or torch.func.vjp alone"
                 )
-            return _Forward.apply(op, keyset, options, q, k, v, cu_seqlens_q, cu_seqlens_k)
-        with below_autograd():
-            return op.redispatch(
-                keyset & _AFTER_AUTOGRAD, q, k, v, cu_seqlens_q, cu_seqlens_k, **options
-            )
+            return _Forward.apply(op, keyset, options, q, k, v, *cu)
+        return op.redispatch(keyset & _AFTER_AUTOGRAD, q, k, v, *cu, **options)
 
     for key in keys:
         library.impl(op, kernel, key, with_keyset=True)
