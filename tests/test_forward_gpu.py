@@ -379,6 +379,7 @@ def test_sizes_beyond_32_bits_are_refused(bf16_target):
         bf16_target(q, *[q.expand(1, 2**31, 1, 8)] * 2)
 
 
+@pytest.mark.sm90
 def test_the_sm90_kernel_says_what_it_cannot_run():
     target = Target("cuda-sm90", "cuda", BF16)
     q, k, v = target.qkv(1, 8, 8, 2, 2)
@@ -422,8 +423,6 @@ def test_triton_launches_follow_every_fact_of_a_call():
         assert torch.equal(target(shifted, k, v)[0], target(q, k, v)[0])
         half = [x.half() for x in (q, k, v)]
         assert_matches(*target(*half), *half)
-        wide = [x.float() for x in (q, k, v)]
-        assert_matches(*target(*wide), *wide)
         assert_matches(*target(q[:, :33], k, v), q[:, :33], k, v)
         last = q.mT.contiguous().mT
         assert torch.equal(target(last, k, v)[0], target(q, k, v)[0])

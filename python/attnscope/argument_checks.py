@@ -38,8 +38,8 @@ _CPU_DTYPES = (torch.float32, torch.float64, *_HALVES)
 # Dtypes that an op takes, by device type. A call on the meta device gives shapes only.
 Dtypes = Mapping[str, tuple[torch.dtype, ...]]
 DTYPES: Dtypes = {"cuda": _HALVES, "cpu": _CPU_DTYPES, "meta": _CPU_DTYPES}
-_TRITON_DTYPES = (*_HALVES, torch.float32)
-TRITON_DTYPES: Dtypes = dict.fromkeys(("cuda", "cpu", "meta"), _TRITON_DTYPES)
+_INTERPRETED = (*_HALVES, torch.float32)  # on a GPU, float32 tiles exceed shared memory
+TRITON_DTYPES: Dtypes = {"cuda": _HALVES, "cpu": _INTERPRETED, "meta": _INTERPRETED}
 
 
 def check_are_tensors(**arguments: Any) -> None:

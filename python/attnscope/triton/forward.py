@@ -1,7 +1,7 @@
 """attnscope_triton::forward: the schema and the meaning of attnscope::forward, in Triton.
 
-Takes CUDA tensors (bfloat16, float16, float32); with TRITON_INTERPRET=1 in the environment before
-the first import, CPU tensors as well, slowly.
+Takes CUDA tensors (bfloat16, float16); with TRITON_INTERPRET=1 in the environment before the first
+import, CPU tensors as well (float32 too), slowly.
 """
 
 from __future__ import annotations
