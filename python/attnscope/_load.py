@@ -2,17 +2,17 @@
 
 import json
 import os
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
+
+from attnscope.schemas import OPS
 
 PACKAGE = Path(__file__).parent
 # A build of the CUDA kernels to load in place of the package's, such as one with injected faults.
 CUDA_LIBRARY = Path(os.environ.get("ATTNSCOPE_CUDA_LIBRARY") or PACKAGE / "_C_cuda.so")
 REBUILD = "run `make build` or `pip install .` in the source tree"
-# What this Python calls, with the number of arguments; a library that has it otherwise was built
-# from other sources.
-OPS = {"forward": 13, "kernels": 0}
 
 
 def _load_library(name: str, path: Path | None = None) -> None:
@@ -26,21 +26,26 @@ def _load_library(name: str, path: Path | None = None) -> None:
         ) from error
 
 
-def _arguments(op: str) -> int | None:
+def _difference(op: str, schema: str) -> str | None:
+    """The first difference between the library's schema of an op and the one this Python calls."""
     if not hasattr(torch.ops.attnscope, op):
-        return None
-    return len(getattr(torch.ops.attnscope, op).default._schema.arguments)
+        return f"it has no op {op}"
+    expected = str(torch._C.parse_schema(f"attnscope::{op}{schema}")).split(", ")
+    compiled = str(getattr(torch.ops.attnscope, op).default._schema).split(", ")
+    for ours, theirs in zip_longest(expected, compiled, fillvalue="nothing"):
+        if ours != theirs:
+            return f"its op {op} must have {ours!r}, got {theirs!r}"
+    return None
 
 
 def _load() -> dict[str, str]:
     if not (PACKAGE / "_C.so").exists():
         raise ImportError(f"attnscope: {PACKAGE / '_C.so'} is not built; {REBUILD}")
     _load_library("_C")
-    for name, arguments in OPS.items():
-        if _arguments(name) != arguments:
+    for name, schema in OPS.items():
+        if difference := _difference(name, schema):
             raise ImportError(
-                f"attnscope: {PACKAGE / '_C.so'} is stale, it has no op {name} of {arguments} "
-                f"arguments; {REBUILD}"
+                f"attnscope: {PACKAGE / '_C.so'} is stale: {difference}. To rebuild it, {REBUILD}"
             )
     status = {"_C": "loaded"}
     if not (PACKAGE / "_C_cuda.so").exists():

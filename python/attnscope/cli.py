@@ -12,6 +12,7 @@ import typer
 # Command -> where it is, what it does.
 COMMANDS = {
     "bench": ("attnscope.bench.command:bench_command", "Time impls, gated by correctness."),
+    "host-time": ("attnscope.bench.host_time:host_time_command", "Time the CPU side of a call."),
     "check": ("attnscope.bench.command:check_command", "Compare impls with fp64."),
     "compare": ("attnscope.bench.compare:compare_command", "Compare two result files."),
     "plot": ("attnscope.bench.plots:plot_command", "Draw the figures of a result file."),

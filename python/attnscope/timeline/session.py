@@ -55,7 +55,7 @@ def record(work: Any, device: torch.device, seed: int = 0) -> Recording:
 
         def normal() -> Any:
             options = {"scale": work.head_dim**-0.5, "causal": work.causal}
-            return torch.ops.attnscope.forward(q, k, v, **options, kernel_name="sm90")
+            return torch.ops.attnscope.forward(q, k, v, **options, variant=90)
 
         def instrumented() -> Any:
             return kernel.forward(q, k, v, work.causal)
