@@ -168,6 +168,6 @@ def test_ignored_files_and_recorded_data_are_left_alone(findings, tmp_path):
 def test_an_unknown_rule_is_named(check_tree, tmp_path, capsys):
     assert check_tree.main(tmp_path, ["ring"]) == 2
     assert (
-        "no rule ring; there are: rings, budgets, generated, links, white_space"
+        "no rule ring; there are: rings, budgets, generated, links, white_space, words"
         in capsys.readouterr().err
     )

@@ -1,4 +1,4 @@
-"""Checks that no linter knows: rings of includes, budgets, generated files, links, white space.
+"""Checks that no linter knows: rings of includes, budgets, generated files, links, words.
 
 `python tools/check_tree.py [RULE ...]` checks the files that git knows or would add; it prints one
 line for each finding and exits 1 if there is any.
@@ -10,6 +10,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from word_list import words
 
 # What a folder of csrc may include, beside the standard library, CUDA and its own project. Device
 # and CPU code never meets torch; the binding meets the stable ABI only.
@@ -153,7 +155,9 @@ def white_space(root: Path, files: list[Path]) -> Iterator[Finding]:
 
 
 Rule = Callable[[Path, list[Path]], Iterator[Finding]]
-RULES: dict[str, Rule] = {f.__name__: f for f in (rings, budgets, generated, links, white_space)}
+RULES: dict[str, Rule] = {
+    rule.__name__: rule for rule in (rings, budgets, generated, links, white_space, words)
+}
 
 
 def main(root: Path, names: list[str]) -> int:
