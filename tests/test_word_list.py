@@ -3,8 +3,9 @@
 import subprocess
 from pathlib import Path
 
-import check_tree
 import pytest
+
+import check_tree
 import word_list
 
 

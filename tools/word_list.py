@@ -7,7 +7,6 @@ tools/word_list.py` counts what it would find in each folder, whether or not the
 import ast
 import io
 import re
-import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
@@ -35,7 +34,7 @@ WORDS = {
     r"so many": "a name or a number",
     r"of the one": "name the noun",
     r"that of": "repeat the noun",
-    r"(?:is|are|was|were) of (?:the|a|an|its|this|that|these|those|no|one)": "belongs to, or a verb",
+    r"(?:is|are|was|were) of (?:the|a|an|its|th[aeio]\w+|no|one)": "a verb",
     r"as (?:it is|they are)": "unchanged",
     r"no sooner": "not before",
 }
@@ -140,4 +139,4 @@ def main(root: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(__file__).resolve().parent.parent))
+    main(Path(__file__).resolve().parent.parent)
