@@ -35,7 +35,7 @@ WORDS = {
     r"of the one": "name the noun",
     r"that of": "repeat the noun",
     r"(?:is|are|was|were) of (?:the|a|an|its|th[aeio]\w+|no|one)": "a verb",
-    r"as (?:it is|they are)": "unchanged",
+    r"as (?:it is|they are)(?=\s*[.,;:)])": "unchanged",
     r"no sooner": "not before",
 }
 SENTENCES = {r"Of": "the subject first", r"Else": "Otherwise, or `if not`"}
