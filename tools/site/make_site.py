@@ -150,15 +150,14 @@ def add_commands(site: Site) -> None:
 
     from attnscope.cli import COMMANDS, build
 
+    rows = ""
     for name in COMMANDS:
         command = get_command(build(name)).commands[name]  # type: ignore[attr-defined]
         context = typer.Context(command, info_name=name)
         text = get_docs_for_click(obj=command, ctx=context, name=name, call_prefix="attnscope")
         site.write(f"commands/{name}.md", text)
-    rows = "".join(f"- [`attnscope {n}`]({n}.md): {about}\n" for n, (_, about) in COMMANDS.items())
-    text = (
-        f"# Commands\n\nThe help of every command, as `attnscope NAME --help` prints it.\n\n{rows}"
-    )
+        rows += f"- [`attnscope {name}`]({name}.md): {(command.help or '').splitlines()[0]}\n"
+    text = f"# Commands\n\nThe help of every command, as `attnscope NAME --help` prints it.\n\n{rows}"
     site.write("commands/index.md", text + toctree(list(COMMANDS), options=":hidden:\n"))
 
 
