@@ -157,7 +157,9 @@ def add_commands(site: Site) -> None:
         text = get_docs_for_click(obj=command, ctx=context, name=name, call_prefix="attnscope")
         site.write(f"commands/{name}.md", text)
         rows += f"- [`attnscope {name}`]({name}.md): {(command.help or '').splitlines()[0]}\n"
-    text = f"# Commands\n\nThe help of every command, as `attnscope NAME --help` prints it.\n\n{rows}"
+    text = (
+        f"# Commands\n\nThe help of every command, as `attnscope NAME --help` prints it.\n\n{rows}"
+    )
     site.write("commands/index.md", text + toctree(list(COMMANDS), options=":hidden:\n"))
 
 
@@ -179,15 +181,15 @@ def add_api(site: Site) -> None:
 
 
 def public_names(module: object) -> list[str]:
-    """What `__all__` lists; without one, the functions and classes that the module defines."""
-    if hasattr(module, "__all__"):
-        return list(module.__all__)
+    """The functions and classes in `__all__`; without one, those that the module defines."""
+    names = getattr(module, "__all__", vars(module))
+    own = not hasattr(module, "__all__")
     return [
         name
-        for name, value in vars(module).items()
-        if not name.startswith("_")
-        and (inspect.isclass(value) or inspect.isfunction(inspect.unwrap(value)))
-        and value.__module__ == module.__name__  # type: ignore[attr-defined]
+        for name in names
+        if inspect.isroutine(value := getattr(module, name)) or inspect.isclass(value)
+        if not own
+        or (not name.startswith("_") and value.__module__ == getattr(module, "__name__", ""))
     ]
 
 
