@@ -97,7 +97,7 @@ class Site:
         shutil.copyfile(file, self.stage / goal)
 
     def add_docs(self) -> None:
-        """Copy docs/: its pages with their links rewritten, figures as they are."""
+        """Copy docs/: pages with their links rewritten, figures unchanged."""
         for name in tracked_files(self.root, "docs"):
             if name.endswith(".md"):
                 self.add_page(name, name.removeprefix("docs/"))
