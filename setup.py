@@ -101,7 +101,8 @@ def write_ninja(torch: Path, nvcc: Path | None, folder: Path, defines: str) -> l
     for source in sorted(Path("csrc").rglob("*.cu")) if nvcc else []:
         out = folder / source.with_suffix(".o")
         targets = ARCHITECTURES[source.parent.name.partition("_")[0]]
-        flags = " ".join([DEVICE, defines, *(f"-gencode arch=compute_{target}" for target in targets)])
+        codes = [f"-gencode arch=compute_{target}" for target in targets]
+        flags = " ".join([DEVICE, defines, *codes])
         logs.append(out.with_suffix(".ptxas"))
         lines.append(f"build {out} | {logs[-1]}: cuda {source}\n  log = {logs[-1]}")
         lines.append(f"  nvcc = {nvcc}\n  flags = {flags}")

@@ -19,7 +19,7 @@ COMMANDS = {
     "export": ("attnscope.bench.command:export_command", "Write a result file as CSV or parquet."),
     "profile": ("attnscope.profile.command:profile_command", "Show where GPU time went."),
     "timeline": ("attnscope.timeline.command:timeline_command", "Show a kernel from inside."),
-    "stress": ("attnscope.stress.command:stress_command", "Delay a kernel and look for wrong rows."),
+    "stress": ("attnscope.stress.command:stress_command", "Delay a kernel; look for wrong rows."),
     "kernels": ("attnscope.kernels:kernels_command", "Show what every CUDA kernel uses."),
     "env": ("attnscope.cli:env_command", "Show what is installed, what runs, what is missing."),
 }

@@ -18,7 +18,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from attnscope.bench.command import bad_input, pick_device, split
+from attnscope.common.options import bad_input, pick_device, split
 
 SHAPES = {"cuda": (1, 128, 16, 128), "cpu": (1, 8, 2, 16)}  # [B, S, H, D]
 DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
@@ -173,7 +173,7 @@ def host_time_command(
             blocks,
             seed,
         )
-    from attnscope.bench.store import environment
+    from attnscope.common.environment import environment
 
     facts = environment(where, {"calls": calls, "blocks": blocks, "seed": seed})
     shape = "x".join(map(str, SHAPES[where.type]))

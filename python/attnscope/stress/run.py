@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnscope import _load, attention, attention_varlen
-from attnscope.inputs import Case, make_inputs
+from attnscope.inputs import Case, Inputs, make_inputs
 from attnscope.numerics import check_forward_fn
 from attnscope.stress import cases
 from attnscope.stress.library import NO_DELAYS, Faults, Plan
@@ -23,7 +23,7 @@ from attnscope.stress.library import NO_DELAYS, Faults, Plan
 Row = dict[str, Any]
 
 
-def call(case: Case, inputs: tuple[Tensor, ...], impl: str = "cuda-sm90") -> tuple[Tensor, Tensor]:
+def call(case: Case, inputs: Inputs, impl: str = "cuda-sm90") -> tuple[Tensor, Tensor]:
     q, k, v, cu_q, cu_k = inputs
     options: dict[str, Any] = case.options | {"return_lse": True, "impl": impl}
     if cu_q is None:
