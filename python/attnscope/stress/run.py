@@ -26,7 +26,7 @@ Row = dict[str, Any]
 def call(case: Case, inputs: Inputs, impl: str = "cuda-sm90") -> tuple[Tensor, Tensor]:
     q, k, v, cu_q, cu_k = inputs
     options: dict[str, Any] = case.options | {"return_lse": True, "impl": impl}
-    if cu_q is None:
+    if cu_q is None or cu_k is None:
         out = attention(q, k, v, **options)
     else:
         out = attention_varlen(q, k, v, cu_q, cu_k, case.seqlen_q, case.seqlen_k, **options)
