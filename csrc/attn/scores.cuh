@@ -11,17 +11,26 @@
 
 namespace attnscope {
 
-// softcap * tanh(score / softcap) for a wide cap: score * (tanh(x) / x) by a minimax polynomial
-// while x is small, so that neither cancellation nor an overflow of 2 softcap costs precision.
-__device__ __forceinline__ float cap_wide(float score, const ScoreScales& scales) {
-  const float x = score * scales.inverse_cap;
-  const float z = x * x;
-  float p = fmaf(1.725699421e-2f, z, -5.305295209e-2f);
-  p = fmaf(p, z, 1.332598732e-1f);
-  p = fmaf(p, z, -3.333314838e-1f);
-  const float e = ptx::exp2_approx(x * 2.885390082f);
-  const float large = scales.softcap * fmaf(-2.0f, ptx::reciprocal_approx(e + 1.0f), 1.0f);
-  return fabsf(x) < 0.5f ? fmaf(score * z, p, score) : large;
+// softcap * tanh(score / softcap) for a wide cap. While x is small: score * (tanh(x) / x) by a
+// minimax polynomial, so that neither cancellation nor an overflow of 2 softcap costs precision.
+// `inverse` is 2^32 / softcap, which is a normal number for every softcap.
+__device__ __forceinline__ float cap_wide(float score, float softcap, float inverse) {
+  const float x = score * 0x1p-32f * inverse;
+  const bool small = fabsf(x) < 0.5f;
+  float result = score;
+  if (__any_sync(0xffffffffu, small)) {
+    const float z = x * x;
+    float p = fmaf(1.725699421e-2f, z, -5.305295209e-2f);
+    p = fmaf(p, z, 1.332598732e-1f);
+    p = fmaf(p, z, -3.333314838e-1f);
+    result = fmaf(score * z, p, score);
+  }
+  if (!__all_sync(0xffffffffu, small)) {
+    const float r = ptx::reciprocal_approx(ptx::exp2_approx(x * 2.885390082f) + 1.0f);
+    const float large = softcap * fmaf(-2.0f, r, 1.0f);
+    result = small ? result : large;
+  }
+  return result;
 }
 
 // Raw scores to final logits, see ScoreScales::transform.
@@ -29,10 +38,11 @@ template <int kCount>
 __device__ __forceinline__ void transform_scores(float (&s)[kCount], const ScoreScales& scales) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) s[i] *= scales.factor;
-  if (scales.inverse_cap > 0.0f) {
+  if (scales.transform == kCapWide) {
+    const float inverse = ptx::reciprocal_approx(scales.softcap * 0x1p-32f);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) s[i] = cap_wide(s[i], scales);
-  } else if (scales.softcap > 0.0f) {
+    for (int i = 0; i < kCount; ++i) s[i] = cap_wide(s[i], scales.softcap, inverse);
+  } else if (scales.transform == kCap) {
     // cap tanh(x) = cap - 2 cap / (e^2x + 1); tanh.approx would cost 2^-11 of the cap.
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {

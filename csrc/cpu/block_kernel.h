@@ -48,8 +48,7 @@ enum class Store { kSet, kAdd, kRescale };
 
 // The product sum over steps of a(r, step) * b[step][:], for kRows rows and kVectors vectors of
 // columns; a(r, step) = a[r * a_row + step * a_step].
-// kGuarded: where b is 0, a counts as 0 too, be it infinite or NaN.
-template <class T, int kRows, int kVectors, bool kGuarded>
+template <class T, int kRows, int kVectors>
 inline void multiply_tile(const T* a, int64_t a_row, int64_t a_step, const T* b, int64_t steps,
                           int64_t columns, Store how, const T* rescale, T* c) {
   Vec<T> acc[kRows][kVectors] = {};
@@ -57,12 +56,7 @@ inline void multiply_tile(const T* a, int64_t a_row, int64_t a_step, const T* b,
     for (int v = 0; v < kVectors; ++v) {
       const Vec<T> factor = load(b + step * columns + v * kLanes<T>);
       for (int r = 0; r < kRows; ++r) {
-        const T x = a[r * a_row + step * a_step];
-        if constexpr (kGuarded) {
-          acc[r][v] += factor != 0 ? factor * x : Vec<T>{};
-        } else {
-          acc[r][v] += factor * x;
-        }
+        acc[r][v] += factor * a[r * a_row + step * a_step];
       }
     }
   }
@@ -76,7 +70,7 @@ inline void multiply_tile(const T* a, int64_t a_row, int64_t a_step, const T* b,
   }
 }
 
-template <class T, int kVectors, bool kGuarded = false>
+template <class T, int kVectors>
 void multiply(const T* a, int64_t a_row, int64_t a_step, int64_t rows, const T* b, int64_t steps,
               int64_t columns, Store how, const T* rescale, T* c) {
   constexpr int kRows = kTileRows<kVectors>;
@@ -84,12 +78,12 @@ void multiply(const T* a, int64_t a_row, int64_t a_step, int64_t rows, const T* 
     const T* factors = rescale + col;
     int64_t r = 0;
     for (; r + kRows <= rows; r += kRows) {
-      multiply_tile<T, kRows, kVectors, kGuarded>(a + r * a_row, a_row, a_step, b + col, steps,
-                                                  columns, how, factors, c + r * columns + col);
+      multiply_tile<T, kRows, kVectors>(a + r * a_row, a_row, a_step, b + col, steps, columns, how,
+                                        factors, c + r * columns + col);
     }
     for (; r < rows; ++r) {
-      multiply_tile<T, 1, kVectors, kGuarded>(a + r * a_row, a_row, a_step, b + col, steps, columns,
-                                              how, factors, c + r * columns + col);
+      multiply_tile<T, 1, kVectors>(a + r * a_row, a_row, a_step, b + col, steps, columns, how,
+                                    factors, c + r * columns + col);
     }
   }
 }
@@ -120,6 +114,49 @@ void mask(T* scores, int64_t first_key, int64_t keys, int64_t columns, const Vis
       T* at = scores + j * columns + col;
       const auto hidden = (query < first) | (query > last);
       store(at, hidden ? broadcast(static_cast<T>(-HUGE_VAL)) : load(at));
+    }
+  }
+}
+
+// Whether the tile holds NaN or infinity: x * 0 is 0 or NaN.
+template <class T>
+bool has_nonfinite(const Tile<T>& tile, int64_t keys, int64_t dim) {
+  constexpr int64_t kStep = 8;  // divides every head dim
+  T zeros[kStep] = {};
+  for (int64_t j = 0; j < keys; ++j) {
+    for (int64_t d = 0; d < dim; d += kStep) {
+      for (int64_t i = 0; i < kStep; ++i) zeros[i] += tile.data[j * tile.stride + d + i] * 0;
+    }
+  }
+  bool found = false;
+  for (const T zero : zeros) found |= zero != 0;
+  return found;
+}
+
+// The tile with 0 in place of NaN and infinity, in `copy`, where a converted tile already lies.
+template <class T>
+Tile<T> finite_tile(const Tile<T>& tile, int64_t keys, int64_t dim, T* copy) {
+  for (int64_t j = 0; j < keys; ++j) {
+    for (int64_t d = 0; d < dim; ++d) {
+      const T x = tile.data[j * tile.stride + d];
+      copy[j * dim + d] = x - x == 0 ? x : T{0};
+    }
+  }
+  return {copy, dim};
+}
+
+// Adds the NaN and infinities of V's rows to acc [dim][query] of the queries that see their key.
+// The weight is left out: it is above 0, and p * inf = inf.
+template <class T, class Element>
+void add_nonfinite(const Element* rows, int64_t stride, int64_t first_key, int64_t keys,
+                   int64_t dim, int64_t columns, const Visible& visible, T* acc) {
+  for (int64_t j = 0; j < keys; ++j) {
+    const int64_t first = max(0, first_key + j - visible.end + 1);
+    const int64_t end = min(columns, first_key + j - visible.begin + 1);
+    for (int64_t d = 0; d < dim; ++d) {
+      const T x = to_compute(rows[j * stride + d]);
+      if (x - x == 0) continue;
+      for (int64_t i = first; i < end; ++i) acc[d * columns + i] += x;
     }
   }
 }
@@ -248,7 +285,7 @@ void forward_columns(const ForwardParams& p, const QueryBlock& block, int64_t co
     const bool masked = key < last + visible.begin || key + keys > visible.end;
     const Tile<T> k_tile =
         load_tile<T>(k + key * p.k_stride.row, p.k_stride.row, keys, head_dim, k_copy);
-    const Tile<T> v_tile =
+    Tile<T> v_tile =
         load_tile<T>(v + key * p.v_stride.row, p.v_stride.row, keys, head_dim_v, v_copy);
 
     for (int64_t d = 0; d < head_dim; d += kSumLength) {
@@ -261,9 +298,15 @@ void forward_columns(const ForwardParams& p, const QueryBlock& block, int64_t co
     }
     if (masked) mask(scores, key, keys, columns, visible);
     softmax<T, kVectors>(scores, keys, columns, static_cast<T>(scale.factor), state);
-    const auto accumulate = masked ? multiply<T, kVectors, true> : multiply<T, kVectors, false>;
-    accumulate(v_tile.data, 1, v_tile.stride, head_dim_v, scores, keys, columns, Store::kRescale,
-               state.rescale, acc);
+    // Where some query does not see some key, whose weight is 0: 0 times NaN would be NaN.
+    const bool split = masked && has_nonfinite(v_tile, keys, head_dim_v);
+    if (split) v_tile = finite_tile(v_tile, keys, head_dim_v, v_copy);
+    multiply<T, kVectors>(v_tile.data, 1, v_tile.stride, head_dim_v, scores, keys, columns,
+                          Store::kRescale, state.rescale, acc);
+    if (split) {
+      add_nonfinite(v + key * p.v_stride.row, p.v_stride.row, key, keys, head_dim_v, columns,
+                    visible, acc);
+    }
   }
   store_rows<T, Element>(p, block, acc, columns, scale.factor, state);
 }

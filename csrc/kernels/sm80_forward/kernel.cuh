@@ -349,8 +349,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       }
     }
     if (__builtin_expect(nonfinite, false)) {
-      add_nonfinite<Config>(acc.o, v_tile, window, first_row + warp_row + lane / 4,
-                            block * kBlockN, seg_k.length);
+      add_nonfinite<Config>(acc.o, v_tile, window, first_row + warp_row + lane / 4, block * kBlockN,
+                            seg_k.length);
       __syncthreads();
       clear_nonfinite<Config>(v_tile);
       __syncthreads();

@@ -33,9 +33,8 @@ cudaError_t launch(const ForwardParams& p, cudaStream_t stream) {
       error != cudaSuccess) {
     return error;
   }
-  forward_kernel<Config>
-      <<<static_cast<unsigned>(blocks), Config::kThreads, kSharedBytes, stream>>>(p, order,
-                                                                                  score_scales(p));
+  forward_kernel<Config><<<static_cast<unsigned>(blocks), Config::kThreads, kSharedBytes, stream>>>(
+      p, order, score_scales(p));
   return cudaGetLastError();
 }
 

@@ -18,7 +18,8 @@ __device__ __forceinline__ bool own_chunks_nonfinite(const char* tile) {
   NonfiniteSearch<typename Config::Element> search;
 #pragma unroll
   for (int i = 0; i < Source::template kOwnChunks<Config::kBlockN>; ++i) {
-    search.add(*reinterpret_cast<const uint4*>(tile + Source::template own_chunk<Config::kBlockN>(i)));
+    search.add(
+        *reinterpret_cast<const uint4*>(tile + Source::template own_chunk<Config::kBlockN>(i)));
   }
   return search.found();
 }
@@ -30,7 +31,8 @@ __device__ __forceinline__ void clear_nonfinite(char* tile) {
   tile += tile_offset<Config, Config::kBlockN>(Source::lane_row(), Source::lane_chunk());
 #pragma unroll 1
   for (int i = 0; i < Source::template kOwnChunks<Config::kBlockN>; ++i) {
-    auto* chunk = reinterpret_cast<uint32_t*>(tile + Source::template own_chunk<Config::kBlockN>(i));
+    auto* chunk =
+        reinterpret_cast<uint32_t*>(tile + Source::template own_chunk<Config::kBlockN>(i));
 #pragma unroll
     for (int word = 0; word < 4; ++word) {
       chunk[word] = finite_part<typename Config::Element>(chunk[word]);
@@ -39,12 +41,12 @@ __device__ __forceinline__ void clear_nonfinite(char* tile) {
 }
 
 // Adds the NaN and infinities of a V tile to O in the rows that see their key. The weight is left
-// out: it is above 0, and p * inf = inf. `row` is the thread's first row in its sequence, `first_key`
-// the tile's first key.
+// out: it is above 0, and p * inf = inf. `row` is the thread's first row in its sequence,
+// `first_key` the tile's first key.
 template <class Config>
-__device__ __forceinline__ void add_nonfinite(
-    float (&o)[Config::kRowTiles][Config::kHeadDim / 2], const char* tile, const Window& window,
-    int row, int first_key, int seqlen_k) {
+__device__ __forceinline__ void add_nonfinite(float (&o)[Config::kRowTiles][Config::kHeadDim / 2],
+                                              const char* tile, const Window& window, int row,
+                                              int first_key, int seqlen_k) {
 #pragma unroll 1
   for (int key = 0; key < Config::kBlockN; ++key) {
     bool seen[Config::kRows];
