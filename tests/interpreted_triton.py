@@ -22,7 +22,6 @@ TARGET = Target("triton", "cpu", FP16)
 QUICK = [case for case in CASES if not case.id.startswith("many_")]
 
 
-
 def is_quick(case_id: str) -> bool:
     """Whether a case is of a head dim up to 64: wider ones take the same way through the kernel."""
     return not any(f"-{dim}" in case_id for dim in DIMS if dim > 64)

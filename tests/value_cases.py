@@ -41,7 +41,8 @@ def some_keys(t: Target) -> tuple[int, ...]:
 def assert_unaffected(t: Target, got: Tensor, want: Tensor) -> None:
     """The same bits; from Triton the same values, since it computes a doubtful tile another way."""
     if t.impl == "triton":
-        torch.testing.assert_close(got, want)
+        eps = torch.finfo(got.dtype).eps
+        torch.testing.assert_close(got, want, atol=max(4 * eps, 1e-5), rtol=4 * eps)
     else:
         assert torch.equal(got, want)
 
