@@ -170,7 +170,7 @@ def test_memory_is_linear_in_sequence_length():
 
 
 # In a process of its own, whose heap no other test has filled. With scratch allocated at each call
-# it grows by 10 KiB a call.
+# it grows by 4 to 10 KiB a call.
 TINY_CALLS = """
 import torch
 from attnscope import attention
@@ -179,13 +179,15 @@ def status():
     with open("/proc/self/status") as f:
         return next(int(line.split()[1]) for line in f if line.startswith("VmRSS"))
 
+def growth(calls):
+    before = status()
+    for _ in range(calls):
+        attention(q, q, q, causal=True)
+    return status() - before
+
 q = torch.randn(1, 4, 2, 64)
-for _ in range(500):
-    attention(q, q, q, causal=True)
-before = status()
-for _ in range(5_000):
-    attention(q, q, q, causal=True)
-print(status() - before)
+growth(500)
+print(min(growth(1500) for _ in range(4)))  # thread pools and caches grow once
 """
 
 
@@ -194,7 +196,7 @@ def test_tiny_calls_do_not_fragment_the_heap():
     result = subprocess.run(
         [sys.executable, "-c", TINY_CALLS], capture_output=True, text=True, check=True
     )
-    assert int(result.stdout) < 2 * 1024, f"grew by {result.stdout} KiB"
+    assert int(result.stdout) < 1024, f"grew by {result.stdout} KiB"
 
 
 def _status(key: str) -> int:
