@@ -6,6 +6,7 @@ CASES lists them for parametrize; test_forward_cpu.py and test_forward_gpu.py ru
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -286,6 +287,11 @@ def _params() -> list[pytest.param]:
         any_finite_scale: [(0.0,), (-0.3,), (2.0,)],
         packed_equals_dense: [()],
     }
+    return make_params(table)
+
+
+def make_params(table: dict[Callable[..., None], list[tuple[Any, ...]]]) -> list[pytest.param]:
+    """Cases for parametrize: a table's functions with each of their arguments after the Target."""
     return [
         pytest.param(partial(_call, case, args), id="-".join([case.__name__, *map(str, args)]))
         for case, all_args in table.items()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from forward_cases import CASES, OP_CALLS, op_call
 from helpers import HEAD_DIMS, MASKS, Target, assert_workload_passes
+from value_cases import DIMS, VALUE_CASES
 
 from attnscope import attention
 from attnscope.numerics import KINDS
@@ -18,12 +21,30 @@ TARGET = Target("triton", "cpu", FP16)
 # One program a batch entry or head, of tens of thousands: a GPU's work.
 QUICK = [case for case in CASES if not case.id.startswith("many_")]
 
+
+def is_quick(case_id: str) -> bool:
+    """Whether a case is of a head dim up to 64: wider ones take the same way through the kernel."""
+    return not any(f"-{dim}" in case_id for dim in DIMS if dim > 64)
+
+
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of log2(0) and inf
 
 
 @pytest.mark.parametrize("case", QUICK)
 def test_behaviour(case):
     case(TARGET)
+
+
+@pytest.mark.parametrize("case", [case for case in VALUE_CASES if is_quick(case.id)])
+def test_values(case):
+    case(TARGET)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in VALUE_CASES if re.search("giant.*-64|normal|overflow", case.id)]
+)
+def test_values_beyond_fp16(case):
+    case(Target("triton", "cpu", BF16))
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

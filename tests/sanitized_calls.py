@@ -60,6 +60,14 @@ def main(impl: str) -> None:
     lengths = [1 + i % 7 for i in range(40)]
     q, k, v = (randn(sum(lengths), heads, 64) for heads in (4, 1, 1))
     attention_varlen(q, k, v, *2 * [cu_seqlens(lengths)], 7, 7, causal=True, impl=impl)
+    # The slow paths for NaN in V and for giant logits.
+    for head_dim in (64, 96, 128, 192, 256):
+        q, k, v = (randn(1, 150, 1, head_dim) for _ in range(3))
+        v[:, 40] = float("nan")
+        q[:, 70] *= 1e4
+        attention(q, k, v, causal=True, softcap=1e6, impl=impl)
+        attention(q * 1e4, k, v, window=(20, 9), impl=impl)
+        calls += 2
     calls += 2
     torch.cuda.synchronize()
     print(f"{calls} calls done")

@@ -13,6 +13,7 @@ import torch
 from forward_cases import CASES, OP_CALLS, op_call
 from helpers import HEAD_DIMS, LENGTHS, MASKS, Target, assert_matches, assert_workload_passes
 from torch.utils.flop_counter import FlopCounterMode
+from value_cases import VALUE_CASES
 
 from attnscope import argument_checks, attention, attention_varlen
 from attnscope.attention_flops import forward_flops
@@ -166,6 +167,11 @@ def test_packed_batches_of_long_sequences(target, head_dim, mask):
 
 @pytest.mark.parametrize("case", CASES)
 def test_behaviour(target, case):
+    case(target)
+
+
+@pytest.mark.parametrize("case", VALUE_CASES)
+def test_values(target, case):
     case(target)
 
 

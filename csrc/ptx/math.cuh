@@ -37,6 +37,24 @@ __device__ __forceinline__ uint32_t shift_left(uint32_t value, uint32_t count) {
   return r;
 }
 
+// a * b + c of two pairs of 16-bit elements. PTX ISA fma, sm_80.
+template <class Element>
+__device__ __forceinline__ uint32_t fma_x2(uint32_t a, uint32_t b, uint32_t c);
+
+template <>
+__device__ __forceinline__ uint32_t fma_x2<__nv_bfloat16>(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t r;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
+
+template <>
+__device__ __forceinline__ uint32_t fma_x2<__half>(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t r;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
+
 // Two floats, rounded to nearest even, packed with `low` in the low half.
 template <class Element>
 __device__ __forceinline__ uint32_t pack(float low, float high);
