@@ -33,12 +33,13 @@ __device__ __forceinline__ float cap_wide(float score, float softcap, float inve
   return result;
 }
 
-// Raw scores to final logits, see ScoreScales::transform.
-template <int kCount>
+// Raw scores to final logits, see ScoreScales::transform. Without kWide, for calls without
+// kCapWide: the code for that is long.
+template <bool kWide = true, int kCount>
 __device__ __forceinline__ void transform_scores(float (&s)[kCount], const ScoreScales& scales) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) s[i] *= scales.factor;
-  if (scales.transform == kCapWide) {
+  if (kWide && scales.transform == kCapWide) {
     const float inverse = ptx::reciprocal_approx(scales.softcap * 0x1p-32f);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) s[i] = cap_wide(s[i], scales.softcap, inverse);

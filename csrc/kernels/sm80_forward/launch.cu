@@ -4,7 +4,7 @@
 #include <climits>
 #include <utility>
 
-#include "attn/kernel_attributes.h"
+#include "attn/device.h"
 #include "kernels/sm80_forward/kernel.cuh"
 #include "kernels/sm80_forward/launch.h"
 
@@ -29,7 +29,8 @@ cudaError_t launch(const ForwardParams& p, cudaStream_t stream) {
   constexpr int kSharedBytes = sizeof(ForwardShared<Config>);
   static_assert(kSharedBytes == Config::kTile.shared_bytes(),
                 "the tile table and the struct disagree");
-  if (cudaError_t error = allow_shared_memory<forward_kernel<Config>>(kSharedBytes);
+  if (cudaError_t error =
+          allow_shared_memory<forward_kernel<Config>>(current_device().device, kSharedBytes);
       error != cudaSuccess) {
     return error;
   }
