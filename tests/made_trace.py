@@ -9,6 +9,7 @@ from typing import Any
 
 import trace_files
 
+from attnscope.profile.analysis import invariants
 from attnscope.profile.attribution.owners import Attribution
 from attnscope.profile.trace.events import CpuEvent
 from attnscope.profile.trace.reader import read_trace
@@ -25,6 +26,13 @@ H200 = {
 def recorded(name: str) -> Attribution:
     """One of the traces in tests/traces, recorded on an H200."""
     return Attribution(read_trace(trace_files.RECORDED / f"{name}.json.gz"))
+
+
+def check_tables(owners: Attribution, operators: Any, kernels: Any, stages: Any) -> None:
+    """Raises ProfileError where one of the three tables cannot be true."""
+    invariants.check_operators(owners, operators)
+    invariants.check_kernels(owners, kernels)
+    invariants.check_stages(owners, stages)
 
 
 def op_event(name: str, *shapes: Any, dtype: str = "c10::BFloat16", **scalars: Any) -> CpuEvent:

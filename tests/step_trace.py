@@ -8,7 +8,7 @@ from typing import Any
 from made_trace import H200
 from trace_files import Event, kernel, launch, named, op, write_trace
 
-from attnscope.profile.attribution.owners import Attribution
+from attnscope.profile.analysis.result import Result
 from attnscope.profile.trace.reader import read_trace
 from attnscope.studies.lm.model import ModelConfig
 from attnscope.studies.lm.run import Run
@@ -80,9 +80,9 @@ def _inputs(shapes: list[Any]) -> dict[str, Any]:
     }
 
 
-def step(folder: Path, core: tuple[Any, ...] = PLAIN, scale: float = 1.0) -> Attribution:
+def step(folder: Path, core: tuple[Any, ...] = PLAIN, scale: float = 1.0) -> Result:
     path = write_trace(folder / "step.json", *step_events(core, scale), deviceProperties=[H200])
-    return Attribution(read_trace(path))
+    return Result(name="made", source=path, trace=read_trace(path))
 
 
 def record(

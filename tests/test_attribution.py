@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_trace import check_tables
 from trace_files import RECORDED, RECORDINGS, cpu, kernel, launch, named, op, write_trace
 
 from attnscope.profile.analysis.flops import FlopCounts
-from attnscope.profile.analysis.invariants import check_tables
-from attnscope.profile.analysis.kineto import comparison
 from attnscope.profile.analysis.tables import (
     NO_OP,
     NO_RANGE,
@@ -31,6 +30,7 @@ from attnscope.profile.render.terminal import attribution_line
 from attnscope.profile.trace.events import GpuEvent, Trace
 from attnscope.profile.trace.markers import SENTINEL, WAIT
 from attnscope.profile.trace.reader import read_trace
+from attnscope.studies.ops.kineto import comparison
 
 
 def recording(name: str) -> Attribution:

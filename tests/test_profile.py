@@ -1,7 +1,9 @@
 """Recording regions, on the CPU: warm-up, lost events, exceptions, a second profiler, options."""
 
+import dataclasses
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,11 @@ import torch
 from trace_files import RECORDED, cpu, kernel, launch, op, write_trace
 
 from attnscope.profile import Profile, ProfileError, annotate, profile
+from attnscope.profile.analysis import result
+from attnscope.profile.analysis.catalog import TABLES
 from attnscope.profile.attribution.audit import Audit
-from attnscope.profile.record import session
+from attnscope.profile.record import recorder
+from attnscope.profile.render.formats import write_all
 from attnscope.profile.render.table import GAP, fit
 from attnscope.profile.render.terminal import NO_GPU_TIME, attribution_line, heading
 from attnscope.profile.trace.events import CpuEvent
@@ -53,13 +58,54 @@ def test_nothing_of_the_profiler_is_in_the_record() -> None:
 
 def test_reading_before_the_end_is_an_error_that_says_so() -> None:
     with profile() as found:
-        with pytest.raises(ProfileError, match="trace: the region has not ended"):
+        with pytest.raises(ProfileError, match="the region has not ended"):
             found.trace  # noqa: B018
         with pytest.raises(ProfileError, match="has not ended"):
             found.operators()
         with pytest.raises(AttributeError):
             found.no_such_thing  # noqa: B018
     assert found.trace.cpu == [] and found.operators()["name"].tolist() == ["(not owned by an op)"]
+
+
+def test_the_profile_of_a_region_does_not_change_and_is_made_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with profile() as region:
+        work()
+    found = region.profile
+    assert isinstance(found, Profile) and region.operators().equals(found.operators())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.name = "other"  # type: ignore[misc]
+    monkeypatch.setattr("attnscope.profile.analysis.result.detect", None)
+    monkeypatch.setattr("attnscope.profile.analysis.catalog.operator_table", None)
+    table = found.operators()
+    table["name"] = "changed"
+    assert "changed" not in set(found.operators()["name"])
+    assert found.flop_counts is found.flop_counts
+
+
+def test_tables_findings_and_flops_are_computed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counted: Counter[str] = Counter()
+
+    def counting(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counted[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    for name, kind in TABLES.items():
+        made = dataclasses.replace(kind, make=counting(name, kind.make))
+        monkeypatch.setitem(TABLES, name, made)
+    for name in ("detect", "efficiency", "FlopCounts", "check_figures"):
+        function = getattr(result, name)
+        monkeypatch.setattr(result, name, counting(name, function))
+    found = Profile.read(RECORDED / "stack.json.gz")
+    found.print()
+    write_all(found, tmp_path / "out")
+    assert counted == Counter([*TABLES, "detect", "efficiency", "FlopCounts", "check_figures"])
 
 
 def test_a_decorated_function_is_warmed_up_timed_and_recorded() -> None:
@@ -171,11 +217,12 @@ def test_the_region_error_comes_first_when_the_record_fails_too(
     def fail(*_: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(Profile, "fill", fail)
+    monkeypatch.setattr(recorder, "read_trace", fail)
     with pytest.raises(KeyError, match="mine"):
         with profile() as found:
             raise KeyError("mine")
-    assert "nothing was kept: disk full" in str(found.interrupted)
+    with pytest.raises(ProfileError, match="KeyError: 'mine'; and nothing was kept: disk full"):
+        found.interrupted  # noqa: B018
     with pytest.raises(OSError, match="disk full"):
         with profile():
             pass
@@ -250,17 +297,6 @@ def test_shapes_stacks_and_memory_are_there_when_asked_for() -> None:
     assert memory.loc["aten::mm"].allocated_bytes == 8 * 8 * 4
 
 
-def test_kinetos_table_is_kept_when_asked_for() -> None:
-    with profile() as without:
-        work()
-    with pytest.raises(ProfileError, match="kineto=True"):
-        without.kineto_comparison()
-    with profile(kineto=True) as found:
-        work()
-    assert {row["key"] for row in found.kineto or ()} >= {"aten::mm"}
-    assert list(found.kineto_comparison().columns)[:3] == ["name", "row", "kineto_us"]
-
-
 def test_expected_launches_are_checked_by_name_and_number() -> None:
     found = Profile.read(RECORDED / "ops.json.gz")
     found.expect("attnscope::forward", 3)
@@ -300,14 +336,14 @@ def test_expected_launches_count_under_an_op_that_only_the_external_id_names(
 
 @pytest.mark.parametrize("option", ["warmup", "retries"])
 def test_a_negative_number_is_refused(option: str) -> None:
-    with pytest.raises(ValueError, match=f"{option}: -1 is not 0 or more"):
+    with pytest.raises(ValueError, match=f"{option} must be 0 or more, got -1"):
         profile(**{option: -1})
 
 
 def test_a_large_trace_is_warned_of(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(session, "LARGE_TRACE", 1000)
+    monkeypatch.setattr(recorder, "LARGE_TRACE", 1000)
     with profile():
         work()
     assert "profile fewer steps" in capsys.readouterr().err
@@ -316,7 +352,7 @@ def test_a_large_trace_is_warned_of(
 def test_a_long_region_is_warned_of_while_it_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(session, "LONG_REGION_S", 0.05)
+    monkeypatch.setattr(recorder, "LONG_REGION_S", 0.05)
     with profile():
         time.sleep(0.3)
     assert "every op and kernel of it is kept in memory" in capsys.readouterr().err
@@ -361,21 +397,8 @@ def test_columns_that_do_not_fit_are_left_out_and_numbers_never_cut() -> None:
     assert list(fit({"name": 60, "calls": 5, "gpu_us": 10}, {"name"}, 45).values()) == [26, 5, 10]
 
 
-def test_a_table_that_pytorch_cannot_make_is_said_and_the_profile_kept(monkeypatch, capsys) -> None:
-    def fail(recorder: object) -> None:
-        raise UnicodeDecodeError("utf-8", b"\xbe", 0, 1, "invalid start byte")
-
-    monkeypatch.setattr("attnscope.profile.analysis.kineto.averages", fail)
-    with profile(kineto=True) as found:
-        torch.ones(2) + 1
-    assert "aten::add" in set(found.operators().name)
-    assert "key_averages() failed in PyTorch" in capsys.readouterr().err
-    with pytest.raises(ProfileError, match="invalid start byte"):
-        found.kineto_comparison()
-
-
 def test_only_what_runs_when_it_is_called_is_decorated() -> None:
-    with pytest.raises(TypeError, match=r"name: is <function .*; a function is decorated with @"):
+    with pytest.raises(TypeError, match=r"name must be a title, got <function .* Decorate with @"):
         profile(lambda: None)  # type: ignore[arg-type]
 
     def steps() -> Iterator[int]:

@@ -11,11 +11,12 @@ import pandas
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_trace import MadeTrace, recorded
+from made_trace import MadeTrace, check_tables, recorded
 from trace_files import RECORDED, RECORDINGS, kernel, launch, named, op, write_trace
 
 from attnscope.profile import ProfileError
 from attnscope.profile.analysis import invariants as checks
+from attnscope.profile.analysis.catalog import TABLES
 from attnscope.profile.analysis.efficiency import efficiency
 from attnscope.profile.analysis.flops import FlopCounts, trace_device
 from attnscope.profile.analysis.links import kernel_links, line_table
@@ -91,10 +92,10 @@ def test_an_operator_or_a_stage_that_cannot_be_true_is_refused(
 ) -> None:
     owners = recorded("train")
     made_of = tables(owners)
-    checks.check_tables(owners, *made_of.values())
+    check_tables(owners, *made_of.values())
     plant(made_of[name], key, column, value)
     with pytest.raises(ProfileError, match=f"^{name}: .*{said}"):
-        checks.check_tables(owners, *made_of.values())
+        check_tables(owners, *made_of.values())
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_a_kernel_that_cannot_be_true_is_refused(column: str, value: float, said
     made_of = tables(owners)
     plant(made_of["kernels"], made_of["kernels"].loc[0, "kernel"], column, value)
     with pytest.raises(ProfileError, match=f"^kernels: .*{said}"):
-        checks.check_tables(owners, *made_of.values())
+        check_tables(owners, *made_of.values())
 
 
 def lines_of(owners: Attribution) -> Table:
@@ -197,8 +198,7 @@ def test_a_profile_gives_no_table_out_unchecked(
     def refuse(*_: Any) -> None:
         raise ProfileError("refused")
 
-    check = "tables" if table in ("operators", "kernels", "stages") else table
-    monkeypatch.setattr(f"attnscope.profile.analysis.result.check_{check}", refuse)
+    monkeypatch.setitem(TABLES, table, dataclasses.replace(TABLES[table], check=refuse))
     with pytest.raises(ProfileError, match="refused"):
         getattr(Profile.read(RECORDED / "stack.json.gz"), table)()
 
@@ -224,7 +224,7 @@ def test_gpu_work_may_outlast_its_range_and_streams_overlap(tmp_path: Path) -> N
     stages = tables(owners)["stages"]
     assert stages.loc[0, "gpu_busy_us"] == 500 > stages.loc[0, "wall_us"] == 10
     assert stages.loc[0, "gpu_us"] == 1500
-    checks.check_tables(owners, *tables(owners).values())
+    check_tables(owners, *tables(owners).values())
 
 
 def test_a_range_that_reaches_out_of_the_one_around_it_may_have_more(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_no_made_up_program_is_refused(tmp_path_factory, ranges, ops, work) -> N
         events += [launch(number, at, tid=tid), kernel(number, start, start + length, stream=tid)]
     path = write_trace(tmp_path_factory.mktemp("made") / "t.json", *events)
     owners = Attribution(read_trace(path))
-    checks.check_tables(owners, *tables(owners).values())
+    check_tables(owners, *tables(owners).values())
     checks.check_modules(owners, module_table(owners))
     if events:
         checks.check_steps(owners, step_breakdown(owners))

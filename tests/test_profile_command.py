@@ -1,11 +1,10 @@
 """`attnscope profile`: scripts, modules, recorded traces, what is printed, written and returned."""
 
+import gc
 import json
 import os
-import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +133,6 @@ def test_full_names_are_kernel_symbols() -> None:
         ([], "give a script to run, or --trace FILE"),
         (["--trace", "a.json", "b.py"], "give a script to run, or --trace FILE"),
         (["--trace", "nowhere.json"], "nowhere.json: No such file"),
-        (["--trace", "a.json", "--kineto"], "--kineto: a trace does not hold"),
         (["nowhere.py"], "there is no file 'nowhere.py'; a module needs -m"),
         (["-m", "nowhere"], "there is no module 'nowhere' to run"),
         (["-m", "nowhere.inside"], "there is no module 'nowhere.inside' to run"),
@@ -204,32 +202,15 @@ def test_a_module_runs_as_main(tmp_path: Path) -> None:
     assert "arguments ['--flag']" in done.stdout and "my_module: " in done.stdout
 
 
-def test_a_script_whose_events_were_lost_runs_again(
+def test_a_script_whose_events_were_lost_runs_once_and_is_marked(
     script: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lost = [CpuEvent("call", "cudaLaunchKernel", 1, 0, 1)]
-    audits = [Audit(launches=5, lost=lost), Audit(launches=5)]
-    monkeypatch.setattr("attnscope.profile.analysis.result.audit", lambda trace: audits.pop(0))
-    code, out = run(script)
-    assert code == 0 and audits == [] and out.count("arguments []") == 2
-    audits.append(Audit(launches=5, lost=lost))
-    code, out = run("--retries", "0", script)
-    assert code == 1 and "INCOMPLETE" in out
-
-
-def test_a_script_that_fails_when_it_runs_again_is_told_as_its_own_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "twice.py"
-    path.write_text(
-        "import pathlib, torch\ntorch.ones(2) + 1\nseen = pathlib.Path(__file__ + '.ran')\n"
-        "if seen.exists(): raise RuntimeError('mine')\nseen.touch()\n"
-    )
     lost = Audit(launches=5, lost=[CpuEvent("call", "cudaLaunchKernel", 1, 0, 1)])
     monkeypatch.setattr("attnscope.profile.analysis.result.audit", lambda trace: lost)
-    code, out = run(str(path))
-    assert code == 1 and "Running the script again" in out
-    assert "cannot be read" not in out
+    code, out = run(script)
+    assert code == 1 and out.count("arguments []") == 1 and "INCOMPLETE" in out
+    code, out = run(script, "3")
+    assert code == 3 and "INCOMPLETE" in out
 
 
 def strict(path: Path) -> Any:
@@ -277,7 +258,7 @@ def test_output_that_cannot_be_written_is_one_line_and_code_1(tmp_path: Path) ->
 
 def test_output_of_a_run_without_a_gpu_is_whole(script: str, tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    code, out = run("--stacks", "--memory", "--kineto", "--output", str(folder), script)
+    code, out = run("--stacks", "--memory", "--output", str(folder), script)
     assert code == 0, out
     assert isinstance(strict(folder / "profile.json"), dict)
     assert (folder / "profile.html").exists() and (folder / "memory.csv").exists()
@@ -317,7 +298,7 @@ def test_threads_are_waited_for_as_python_does(tmp_path: Path) -> None:
 
 
 def test_workers_of_executors_are_not_waited_for(tmp_path: Path) -> None:
-    """Nor the cached ones of torch.compile: Python tells them to end when it does."""
+    """They may wait for work as long as the process lives, as those of torch.compile do."""
     code, out = run_text(
         tmp_path,
         "import atexit, concurrent.futures, torch\n"
@@ -328,17 +309,18 @@ def test_workers_of_executors_are_not_waited_for(tmp_path: Path) -> None:
     assert code == 0 and "aten::mm" in out
 
 
-def test_work_of_executors_is_waited_for(tmp_path: Path) -> None:
-    submit = ThreadPoolExecutor.submit
+@pytest.mark.parametrize("ends", ["pass", "raise SystemExit(0)", "raise RuntimeError('mine')"])
+def test_the_scripts_globals_live_until_the_record_has_ended(tmp_path: Path, ends: str) -> None:
     code, out = run_text(
         tmp_path,
-        "import time, torch\nfrom concurrent.futures import ThreadPoolExecutor\n"
-        "def work():\n    time.sleep(0.3)\n    torch.ones(8, 8) @ torch.ones(8, 8)\n"
-        "pool = ThreadPoolExecutor(1)\npool.submit(work)\npool.submit(work)\n"
-        "pool.shutdown(wait=False)\n",
+        "import torch\nenabled = torch.autograd.profiler\n"
+        "class Late:\n    def __del__(self, module=torch.autograd.profiler, print=print):\n"
+        "        print('destroyed while recording:', module._is_profiler_enabled)\n"
+        f"late = Late()\ntorch.ones(2)\n{ends}\n",
     )
-    assert code == 0 and re.search(r"aten::mm +2 ", out)
-    assert ThreadPoolExecutor.submit is submit
+    assert code == int("mine" in ends)
+    gc.collect()
+    assert "destroyed while recording: True" not in out
 
 
 def test_an_error_of_a_profiler_in_the_script_is_the_scripts(tmp_path: Path) -> None:
@@ -376,15 +358,13 @@ def test_a_failure_is_told_before_threads_are_waited_for(tmp_path: Path) -> None
 def test_a_fork_that_exits_ends_there(tmp_path: Path, ends: str, code: int) -> None:
     path = tmp_path / "forks.py"
     path.write_text(
-        "import atexit, os, sys, threading, time, torch\ntorch.ones(8)\nchild = os.fork()\n"
-        "if not child:\n    atexit.register(print, 'last')\n"
-        "    threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\n"
-        f"    {ends}\n"
+        "import os, sys, torch\ntorch.ones(8)\nchild = os.fork()\n"
+        f"if not child:\n    print('in the fork')\n    {ends}\n"
         "print('child', os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
     )
     command = [sys.executable, "-m", "attnscope", "profile", str(path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0 and f"thread\nlast\nchild {code}\n" in result.stdout
+    assert result.returncode == 0 and f"in the fork\nchild {code}\n" in result.stdout
     assert result.stdout.count("aten::ones") == 1
 
 
@@ -422,10 +402,10 @@ def test_a_second_profiler_in_the_script_is_told_of(how: str, tmp_path: Path) ->
 def test_a_record_that_cannot_be_read_is_not_the_fault_of_the_script(
     script: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: Any, source: Path) -> None:
+    def broken(source: Path) -> None:
         raise KeyError("ours")
 
-    monkeypatch.setattr("attnscope.profile.api.Profile.fill", broken)
+    monkeypatch.setattr("attnscope.profile.record.recorder.read_trace", broken)
     code, out = run(script)
     assert code == 1 and "the record cannot be read: KeyError: 'ours'" in out
     assert "Traceback" not in out

@@ -143,15 +143,17 @@ def test_a_cold_start_counts_kernels_and_not_module_loading(tmp_path: Path) -> N
             """
             import json, sys, torch
             from attnscope import attention
-            from attnscope.profile import profile
-            with profile(kineto=True) as found:
+            from attnscope.studies.ops.kineto import comparison, record_with_averages
+            def region():
                 a = torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16)
                 q = torch.randn(1, 512, 4, 64, device="cuda", dtype=torch.bfloat16)
                 a @ a
                 attention(q, q, q)
+            found, averages = record_with_averages("cold", region)
+            beside = comparison(found.attribution, averages.rows)
             rows = found.operators().set_index("name").gpu_us
             json.dump([found.attribution.share, rows["aten::mm"], rows["attnscope::forward"],
-                       sorted(set(found.kineto_comparison().explanation))], sys.stdout)
+                       sorted(set(beside.explanation))], sys.stdout)
             """
         )
     )
@@ -239,7 +241,7 @@ def test_a_second_session_counts_the_same() -> None:
     a = randn(512, 512)
     counts = []
     for _ in range(2):
-        with profile(kineto=True) as found:
+        with profile() as found:
             for _ in range(5):
                 a @ a
         assert found.attribution.share == 1.0
@@ -440,7 +442,7 @@ def test_every_file_of_a_run_is_written_and_the_trace_reads_back(tmp_path: Path)
         )
     )
     folder = tmp_path / "out"
-    command = [sys.executable, "-m", "attnscope", "profile", "--stacks", "--memory", "--kineto"]
+    command = [sys.executable, "-m", "attnscope", "profile", "--stacks", "--memory"]
     command += ["--output", str(folder), str(script)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

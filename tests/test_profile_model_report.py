@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_trace import recorded
 from step_trace import FUSED, record, step
+from trace_files import RECORDED
 
 from attnscope.common.results import Results, read_results
+from attnscope.profile import Profile
 from attnscope.profile.errors import ProfileError
 from attnscope.profile.render.document import Document, Section
 from attnscope.studies.isolation import run_apart
@@ -69,7 +70,7 @@ def test_a_made_step_by_phase_and_part(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["train", "stack"])
 def test_a_recorded_step_adds_up(name: str) -> None:
-    owners = recorded(name)
+    owners = Profile.read(RECORDED / f"{name}.json.gz")
     found = summarise(owners)
     times: Counter[str] = Counter()
     for row in found["kernels"]:
@@ -82,7 +83,7 @@ def test_a_recorded_step_adds_up(name: str) -> None:
 
 
 def test_backward_belongs_to_the_part_of_its_forward_op(tmp_path: Path) -> None:
-    owners = step(tmp_path)
+    owners = step(tmp_path).attribution
     places = Counter(place(owners, kernel) for kernel in owners.trace.kernels)
     assert places["backward", "MLP"] == 1
     assert places["backward", "Attention Core"] == 1

@@ -22,6 +22,7 @@ from attnscope.profile.trace.markers import SENTINEL
 from attnscope.profile.trace.reader import read_trace
 from attnscope.studies.ops import command as ops_command
 from attnscope.studies.ops import run as ops_run
+from attnscope.studies.ops.kineto import Averages, record_with_averages
 from attnscope.studies.ops.reconcile import Work, compare, measurements
 from attnscope.studies.ops.report import attribution_report, missed
 from attnscope.studies.ops.run import (
@@ -50,10 +51,9 @@ EVERYTHING = {
 }
 
 
-def read(name: str) -> Profile:
-    found = Profile.read(RECORDED / f"{name}.json.gz")
-    found.kineto = json.loads((RECORDED / f"{name}.averages.json").read_text())
-    return found
+def read(name: str) -> tuple[Profile, Averages]:
+    rows = json.loads((RECORDED / f"{name}.averages.json").read_text())
+    return Profile.read(RECORDED / f"{name}.json.gz"), Averages(rows)
 
 
 def case(rows: dict[str, int], impl: str | None = None) -> Case:
@@ -86,7 +86,7 @@ def test_kernels_of_the_profiler_itself_are_left_out(tmp_path: Path) -> None:
 
 
 def test_rows_that_have_every_kernel_meet_the_bars() -> None:
-    found = summarise(read("ops"), case(EVERYTHING), 3)
+    found = summarise(*read("ops"), case(EVERYTHING), 3)
     assert [row["name"] for row in found["rows"]][-1] == "fa3_fwd::fwd"
     assert found["row_us"] == pytest.approx(found["raw_us"], rel=1e-9)
     assert found["raw_kernels"] == sum(row["kernels"] for row in found["rows"])
@@ -102,7 +102,7 @@ def test_rows_that_have_every_kernel_meet_the_bars() -> None:
 
 def test_a_row_that_lacks_kernels_misses_its_bar() -> None:
     rows = dict(list(EVERYTHING.items())[1:])
-    record = {"status": "ok"} | summarise(read("ops"), case(rows), 3)
+    record = {"status": "ok"} | summarise(*read("ops"), case(rows), 3)
     record["bars"] = bars(record, [])
     (said,) = missed(record)
     assert said.startswith("raw kernels: -0.") and said.endswith("allowed -0.01000 to 0.01000")
@@ -110,7 +110,7 @@ def test_a_row_that_lacks_kernels_misses_its_bar() -> None:
 
 def test_a_first_call_has_module_loading_in_kinetos_figure_and_not_in_ours() -> None:
     rows = {"aten::mm": 1, "attnscope::forward": 1}
-    found = summarise(read("cold"), case(rows), 1)
+    found = summarise(*read("cold"), case(rows), 1)
     assert all(bar["met"] for bar in bars(found, []))
     product = found["rows"][0]
     assert product["gpu_us"] == pytest.approx(6.88) and product["kineto_us"] > 40
@@ -118,7 +118,7 @@ def test_a_first_call_has_module_loading_in_kinetos_figure_and_not_in_ours() -> 
 
 
 def test_work_that_no_op_owns_misses_the_bar() -> None:
-    found = read("raw")
+    found, _ = read("raw")
     record = {"row_us": 1.0, "copy_us": 0.0, "raw_us": 1.0, "calls": 1}
     share = bars(record | {"share": found.attribution.share}, [])[1]
     assert (share["bar"], share["met"]) == ("owned by ops", False) and share["value"] < 1
@@ -136,14 +136,30 @@ def test_what_is_not_the_case_is_an_error(
     rows: dict[str, int], impl: str | None, calls: int, says: str
 ) -> None:
     with pytest.raises(ProfileError, match=says):
-        summarise(read("ops"), case(rows, impl), calls)
+        summarise(*read("ops"), case(rows, impl), calls)
 
 
 def test_without_kinetos_table_the_figure_is_missing_with_the_reason() -> None:
-    found = read("ops")
-    found.kineto, found.kineto_reason = None, "it failed"
-    row = summarise(found, case(EVERYTHING), 3)["rows"][0]
+    row = summarise(read("ops")[0], Averages(reason="it failed"), case(EVERYTHING), 3)["rows"][0]
     assert (row["kineto_us"], row["explanation"]) == (None, "it failed")
+
+
+def test_pytorchs_table_is_that_of_the_recorded_run() -> None:
+    profile, averages = record_with_averages("mine", lambda: torch.ones(4, 4) @ torch.ones(4, 4))
+    assert averages.rows is not None and "aten::mm" in {row["key"] for row in averages.rows}
+    assert "aten::mm" in set(profile.operators()["name"])
+    with pytest.raises(KeyError, match="mine"):
+        record_with_averages("mine", lambda: {}["mine"])
+    assert record_with_averages("mine", lambda: torch.ones(4))[0].name == "mine"
+
+
+def test_a_table_that_pytorch_cannot_make_has_a_reason() -> None:
+    class Failing:
+        def key_averages(self) -> None:
+            raise UnicodeDecodeError("utf-8", b"\xbe", 0, 1, "invalid start byte")
+
+    averages = Averages.of(Failing())
+    assert averages.rows is None and "invalid start byte" in str(averages.reason)
 
 
 @pytest.mark.parametrize(("events_us", "met"), [(100.0, True), (109.0, True), (112.0, False)])
@@ -161,16 +177,19 @@ def test_a_missing_number_meets_no_bar() -> None:
 
 def test_a_measured_case_has_tools_and_bars(monkeypatch: pytest.MonkeyPatch) -> None:
     """Around the two things that only a GPU can do."""
-    found = read("ops")
-    asked: dict[str, Any] = {}
+    found, averages = read("ops")
+    asked: list[int] = []
 
-    def record_calls(call: Any, calls: int, **options: bool) -> Profile:
-        asked.update(options, calls=calls)
-        return found
+    def record_calls(call: Any, calls: int) -> tuple[Profile, Averages]:
+        asked.append(calls)
+        return found, averages
 
     def reconcile(call: Any, *, samples: int, recorded: Profile) -> Any:
         assert recorded is found and samples == 3
-        row_us = sum(row["gpu_us"] for row in summarise(found, case(EVERYTHING), 3)["rows"]) / 3
+        row_us = (
+            sum(row["gpu_us"] for row in summarise(found, averages, case(EVERYTHING), 3)["rows"])
+            / 3
+        )
         work = Work([row_us] * 3, pieces=1)
         events = Timing(samples_ms=[row_us * 1.02 / 1e3] * 3)
         return compare(measurements(work, events, events, pair_us=1.0))
@@ -179,7 +198,7 @@ def test_a_measured_case_has_tools_and_bars(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ops_run, "record_calls", record_calls)
     monkeypatch.setattr(ops_run, "reconcile", reconcile)
     record = measure(case(EVERYTHING), CPU)
-    assert asked == {"shapes": False, "kineto": True, "calls": 3}
+    assert asked == [3]
     assert [bar["met"] for bar in record["bars"]] == [True] * 3
     assert (record["call"], record["start"], missed(record)) == ("mine", "warm", [])
     report = attribution_report([record], {"gpu": "H200"})
@@ -257,7 +276,7 @@ def fake_command(
 def test_the_command_fails_where_a_row_misses_a_bar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good = Start("all").key | summarise(read("ops"), case(EVERYTHING), 3)
+    good = Start("all").key | summarise(*read("ops"), case(EVERYTHING), 3)
     row_us = good["row_us"] / 3
     good["tools"] = tools(row_us, 1.01 * row_us)
     good["bars"] = bars(good, good["tools"])

@@ -1,6 +1,7 @@
 """What a profile writes: a page that needs nothing else, strict JSON, CSV, a trace with rows."""
 
 import csv
+import dataclasses
 import json
 import re
 from html.parser import HTMLParser
@@ -150,7 +151,7 @@ def test_any_name_can_be_drawn(name: str, tmp_path: Path) -> None:
 def test_what_is_missing_is_said_on_the_page(tmp_path: Path) -> None:
     events = [op("a", 0, 10), launch(1, 2), kernel(1, 20, 30), launch(2, 5)]
     found = Profile.read(write_trace(tmp_path / "t.json", *events))
-    found.interrupted = "KeyError: 3"
+    found = dataclasses.replace(found, interrupted="KeyError: 3")
     text, _ = page(found, tmp_path)
     assert "INCOMPLETE: 1 of 2 launches have no kernel" in text
     assert "Ended by KeyError: 3" in text
@@ -191,7 +192,7 @@ def test_the_tree_holds_all_kernel_time_once(name: str) -> None:
 
 
 def test_the_tree_goes_from_stages_over_ops_to_kernels(tmp_path: Path) -> None:
-    node: Node = icicle(step(tmp_path))
+    node: Node = icicle(step(tmp_path).attribution)
     for key in (
         ("stage", "forward"),
         ("stage", "Self-Attention"),
@@ -202,7 +203,7 @@ def test_the_tree_goes_from_stages_over_ops_to_kernels(tmp_path: Path) -> None:
     assert node.ns == 20_000
     (leaf,) = node.children.values()
     assert (leaf.kind, leaf.category) == ("kernel", "softmax")
-    backward = icicle(step(tmp_path)).children["stage", "backward"]
+    backward = icicle(step(tmp_path).attribution).children["stage", "backward"]
     assert set(backward.children) == {("op", "aten::mm"), ("op", "aten::bmm")}
 
 
@@ -210,8 +211,8 @@ def test_small_nodes_are_put_together_and_no_time_is_lost(tmp_path: Path) -> Non
     small = tuple(("aten::mul", [[2]], f"tiny_{i}", 1) for i in range(5))
     large = (("aten::bmm", [[1, 1, 1]] * 2, "nvjet_x", 90_000),)
     owners = step(tmp_path, core=(*large, *small))
-    node = icicle(owners)
-    assert node.ns == owners.total_ns
+    node = icicle(owners.attribution)
+    assert node.ns == owners.attribution.total_ns
     for name in ("forward", "Self-Attention", "Attention Core"):
         node = node.children["stage", name]
     # One small child is itself; of several under one parent the names are given up.
@@ -249,15 +250,19 @@ def test_a_kernel_named_nan_stays_a_name(tmp_path: Path) -> None:
     assert operators[0]["flops_reason"]
 
 
+def test_csv_of_an_earlier_profile_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "modules.csv").write_text("of an earlier profile")
+    write_csv(read("ops"), tmp_path)
+    assert (tmp_path / "modules.csv").exists()  # or somebody else's
+    (tmp_path / "profile.json").write_text("{}")
+    write_csv(read("ops"), tmp_path)
+    assert not (tmp_path / "modules.csv").exists()
+
+
 def test_csv_has_a_file_for_each_table(tmp_path: Path) -> None:
     found = read("stack")
     (tmp_path / "csv").mkdir()
-    (tmp_path / "csv" / "kineto.csv").write_text("of an earlier profile")
-    write_csv(found, tmp_path / "csv")
-    assert (tmp_path / "csv" / "kineto.csv").exists()  # or somebody else's
-    (tmp_path / "csv" / "profile.json").write_text("{}")
     files = write_csv(found, tmp_path / "csv")
-    assert not (tmp_path / "csv" / "kineto.csv").exists()
     assert {path.stem for path in files} == set(profile_tables(found))
     with (tmp_path / "csv" / "allocations.csv").open() as file:
         rows = list(csv.DictReader(file))

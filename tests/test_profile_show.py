@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from made_trace import H200, MadeTrace
 from trace_files import RECORDED
 
-from attnscope.profile import profile
 from attnscope.profile.api import Profile
 from attnscope.profile.render.files import to_json, write_csv
 from attnscope.profile.render.html import write_html
@@ -168,19 +166,6 @@ def test_json_says_where_occupancy_and_set_up_are_from(tmp_path: Path) -> None:
     content, _, _ = files(read("cold"), tmp_path)
     assert content["steps"]["setup_us"] is None
     assert content["steps"]["setup_reason"] == "there is one step only"
-
-
-def test_kinetos_rows_are_in_the_files_when_they_were_kept(tmp_path: Path) -> None:
-    with profile(kineto=True) as found:
-        torch.ones(4, 4) @ torch.ones(4, 4)
-    content, _, _ = files(found, tmp_path)
-    assert "kineto" not in content["tables"] or found.trace.kernels
-    rows = json.loads((RECORDED / "ops.averages.json").read_text())
-    again = read("ops")
-    again.kineto = rows
-    content, _, _ = files(again, tmp_path)
-    assert {row["name"] for row in content["tables"]["kineto"]} >= {"aten::mm"}
-    assert (tmp_path / "csv" / "kineto.csv").exists()
 
 
 def test_a_program_without_python_frames_has_no_lines(tmp_path: Path) -> None:

@@ -257,13 +257,13 @@ def test_sentinels_are_taken_out_and_bound_the_window(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ended", "last"),
     [
-        ([named(STEPS_END, 28, 28)], ("step 8", 25_000, 34_000, True)),
-        ([], ("step 8, unfinished", 25_000, 34_000, False)),
+        ([named(STEPS_END, 28, 28)], [("step 8", 25_000, 34_000)]),
+        ([], []),
     ],
     ids=["ended", "cut off"],
 )
 def test_marks_of_steps_are_taken_out_and_what_is_open_at_the_end_is_cut(
-    tmp_path: Path, ended: list[Event], last: tuple[str, int, int, bool]
+    tmp_path: Path, ended: list[Event], last: list[tuple[str, int, int]]
 ) -> None:
     path = write_trace(
         tmp_path / "t.json",
@@ -289,8 +289,8 @@ def test_marks_of_steps_are_taken_out_and_what_is_open_at_the_end_is_cut(
     assert audit(trace).problem is None
     assert [r.name for r in attribution.ranges(trace.gpu[2])] == ["optimizer"]
     steps, rule = find_steps(attribution)
-    assert [(s.name, s.start, s.end, s.whole) for s in steps] == [
-        ("step 7", 12_000, 25_000, True), last
+    assert [(s.name, s.start, s.end) for s in steps] == [
+        ("step 7", 12_000, 25_000), *last
     ]  # fmt: skip
     assert rule == "to the end of each step of the optimizer"
 

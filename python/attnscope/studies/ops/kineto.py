@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pandas
 
 from attnscope.profile.analysis.tables import op_parents
+from attnscope.profile.api import Profile
 from attnscope.profile.attribution.owners import Attribution
+from attnscope.profile.errors import LostEvents
+from attnscope.profile.record.recorder import Options, Recorder
 from attnscope.profile.trace.markers import SENTINEL, STEP, WAIT
 
 SLACK_US = 0.01  # kineto's microseconds have three decimals
@@ -23,31 +27,63 @@ CALL = "a CUDA call: no op"
 FRAME = "a Python frame: no op; see the tables of modules and lines"
 
 
-def averages(recorder: Any) -> list[dict[str, Any]]:
-    """Rows of `key_averages()` of a stopped torch profiler.
+@dataclass(frozen=True)
+class Averages:
+    """Rows of `key_averages()`, or why there are none.
 
-    Keys: key, count, dev ("DeviceType.CPU" ...), self_dev, dev_total, cpu (microseconds), ua (is it
-    a user annotation).
+    Keys of a row: key, count, dev ("DeviceType.CPU" ...), self_dev, dev_total, cpu (microseconds),
+    ua (is it a user annotation).
     """
-    return [
-        {
-            "key": row.key,
-            "count": row.count,
-            "dev": str(row.device_type),
-            "self_dev": row.self_device_time_total,
-            "dev_total": row.device_time_total,
-            "cpu": row.cpu_time_total,
-            "ua": row.is_user_annotation,
-        }
-        for row in recorder.key_averages()
-    ]
+
+    rows: Sequence[Mapping[str, Any]] | None = None
+    reason: str | None = None
+
+    @classmethod
+    def of(cls, torch_profiler: Any) -> Averages:
+        """Those of a stopped torch profiler."""
+        try:
+            table = torch_profiler.key_averages()
+        except UnicodeDecodeError as error:  # PyTorch kept the name of a frame that is gone
+            return cls(reason=f"key_averages() failed in PyTorch: {error}")
+        return cls(
+            [
+                {
+                    "key": row.key,
+                    "count": row.count,
+                    "dev": str(row.device_type),
+                    "self_dev": row.self_device_time_total,
+                    "dev_total": row.device_time_total,
+                    "cpu": row.cpu_time_total,
+                    "ua": row.is_user_annotation,
+                }
+                for row in table
+            ]
+        )
+
+
+def record_with_averages(name: str, region: Callable[[], Any]) -> tuple[Profile, Averages]:
+    """Run a region under the profiler: its profile, and PyTorch's own table of the same run.
+
+    Raises LostEvents where the profile is incomplete, and what the region raises.
+    """
+    recorder = Recorder(name, Options(shapes=False))
+    recorder.start()
+    try:
+        region()
+    except BaseException:
+        recorder.cancel()
+        raise
+    profile = recorder.stop()
+    if profile.incomplete:
+        raise LostEvents(f"{name}: {profile.incomplete}")
+    return profile, Averages.of(recorder.torch_profiler)
 
 
 def comparison(attribution: Attribution, rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
     """Device time of kineto's rows and of ours, in microseconds, longest of kineto's first.
 
     Columns: name, row ("CPU", "CUDA"), kineto_us, ours_us (kernels of the op and of the ops in it;
-    None where the row is no op), difference_us, explanation. `rows` are as from `averages`; those
+    None where the row is no op), difference_us, explanation. `rows` are those of `Averages`; those
     without device time on either side are left out.
     """
     kernels, copies, again = _device_time(attribution)
