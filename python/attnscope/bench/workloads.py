@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from attnscope.ops import visible_pairs
+from attnscope.attention_flops import visible_pairs
 
 SUITES = Path(__file__).parent / "suites"
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}

@@ -138,7 +138,7 @@ def _failures() -> Iterator[None]:
         raise
     except (RuntimeError, MemoryError) as error:
         said = str(error) if isinstance(error, ProfileError) else explain(error)
-        say(f"{COMMAND}: {said}", "red")
+        say(f"{COMMAND}: {said}", "red", stderr=True)
         raise typer.Exit(1) from None
 
 

@@ -138,7 +138,7 @@ def _product(event: CpuEvent, shapes: Shapes) -> Work:
 
 
 def _attention(event: CpuEvent, shapes: Shapes) -> Work | str:
-    from attnscope.ops import visible_pairs
+    from attnscope.attention_flops import visible_pairs
 
     op = _ATTENTION[event.name]
     given = (at < len(shapes) and (shapes[at] or (event.concrete or ())[at]) for at in op.lengths)

@@ -1,0 +1,83 @@
+"""Floating-point operations of attention calls, counted exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def visible_pairs(seqlen_q: int, seqlen_k: int, left: int = -1, right: int = -1) -> int:
+    """(query, key) pairs that a window lets through; causal is right=0, -1 is unbounded.
+
+    Query i sees keys j with i + Sk - Sq - left <= j <= i + Sk - Sq + right. Exact, in closed form.
+    """
+    diagonal = seqlen_k - seqlen_q
+
+    def keys_before(offset: int) -> int:  # sum over queries i of clamp(i + offset, 0, seqlen_k)
+        return _ramp(seqlen_q + offset, seqlen_k) - _ramp(offset, seqlen_k)
+
+    upto = keys_before(diagonal + right + 1) if right >= 0 else seqlen_q * seqlen_k
+    return upto - (keys_before(diagonal - left) if left >= 0 else 0)
+
+
+def _ramp(end: int, top: int) -> int:
+    """Sum of clamp(i, 0, top) over i < end."""
+    end = max(end, 0)
+    rising = min(end, top)
+    return rising * (rising - 1) // 2 + (end - rising) * top
+
+
+def forward_flops(
+    segments: Iterable[tuple[int, int]],
+    heads_q: int,
+    head_dim: int,
+    head_dim_v: int,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+) -> int:
+    """Floating-point operations of one forward call: both products over the visible pairs.
+
+    `segments` are (query length, key length), one a batch entry. Two operations a multiply-add;
+    the softmax is not counted, as is usual.
+    """
+    left, right = window
+    pairs = sum(visible_pairs(sq, sk, left, 0 if causal else right) for sq, sk in segments)
+    return 2 * heads_q * (head_dim + head_dim_v) * pairs
+
+
+def forward_flop_formula(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    out_val: Any = None,
+    **_: Any,
+) -> int:
+    """What FlopCounterMode counts for a call, from its arguments: exact for real tensors.
+
+    The lengths of fake packed batches are not known: every segment counts as max_seqlen long then,
+    as torch does for its own packed attention.
+    """
+    from torch._subclasses.fake_tensor import is_fake
+
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        segments = [(q.shape[1], k.shape[1])] * q.shape[0]
+    elif is_fake(cu_seqlens_q) or cu_seqlens_q.device.type == "meta":
+        segments = [(max_seqlen_q, max_seqlen_k)] * (cu_seqlens_q.shape[0] - 1)
+    else:
+        lengths = (cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist())
+        segments = list(zip(*lengths, strict=True))
+    window = (window_left, window_right)
+    dims = (q.shape[-2], q.shape[-1], v.shape[-1])
+    return forward_flops(segments, *dims, causal=causal, window=window)
