@@ -10,7 +10,8 @@ from made_trace import RECORDED, MadeTrace, recorded
 from trace_files import Event, kernel, launch, named, op, write_trace
 
 from attnscope.profile.analysis.steps import PARTS, find_steps, program_window, step_breakdown
-from attnscope.profile.attribution.owners import ENGINE, Attribution, busy_ns
+from attnscope.profile.attribution.backward import ENGINE
+from attnscope.profile.attribution.owners import Attribution, busy_ns
 from attnscope.profile.trace.markers import WAIT
 from attnscope.profile.trace.reader import read_trace
 

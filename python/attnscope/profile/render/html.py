@@ -15,7 +15,7 @@ from attnscope.profile.analysis.catalog import TABLES
 from attnscope.profile.analysis.kernel_names import category
 from attnscope.profile.analysis.rates import NO_WORK
 from attnscope.profile.analysis.tree import icicle
-from attnscope.profile.attribution.owners import ENGINE
+from attnscope.profile.attribution.backward import ENGINE
 from attnscope.profile.render.document import Section, environment, rows_of
 from attnscope.profile.render.figures import CATEGORY_COLOURS, activity, categories, step_parts
 from attnscope.profile.render.terminal import (

@@ -12,7 +12,7 @@ from pandas.api.types import is_float_dtype, is_integer_dtype
 from attnscope.profile.analysis.rates import peaks_text
 from attnscope.profile.analysis.steps import PARTS
 from attnscope.profile.analysis.tables import NO_OP, REPLAY
-from attnscope.profile.attribution.owners import ENGINE
+from attnscope.profile.attribution.backward import ENGINE
 from attnscope.profile.render.table import (
     Column,
     count,
