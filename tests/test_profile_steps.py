@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from signals import uninterruptible
 from typer.testing import CliRunner
 
 from attnscope.cli import build
@@ -383,6 +384,18 @@ def test_a_loop_in_another_thread_is_an_error_and_the_script_ends(tmp_path: Path
     result = CliRunner().invoke(build("profile"), ["profile", "--steps", "2:3", str(script)])
     assert result.exit_code == 2 and "took 5" in result.output
     assert "on another thread than that of the region" in result.output
+
+
+@pytest.mark.timeout(120)
+def test_a_loop_in_another_thread_ends_where_interrupts_are_ignored(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"{THREADED}threading.Thread(target=loop).start()\n")
+    command = [sys.executable, "-m", "attnscope", "profile", "--steps", "2:3", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=uninterruptible)
+    assert done.returncode == 2 and "took 5" in done.stdout
+    assert (
+        done.stderr.count("on another thread than that of the region") == 2
+    )  # at once, at the end
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from signals import interruptible
 from typer.testing import CliRunner
 
 from attnscope.bench.impls import ALIASES, DEFAULTS, IMPLS
@@ -313,6 +314,7 @@ def test_ctrl_c_keeps_what_was_done(tmp_path: Path) -> None:
         [sys.executable, str(ROOT / "profiling" / "profile_model.py"), *LM, str(tmp_path),
          "--contexts", "16,8192"],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        preexec_fn=interruptible,
     )  # fmt: skip
     deadline = time.monotonic() + 120
     while not path.exists() and time.monotonic() < deadline:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from signals import interruptible
 
 from attnscope.bench import runner
 from attnscope.bench.impls import IMPLS, Impl, Unsupported
@@ -274,7 +275,7 @@ def test_an_interrupted_sweep_says_how_to_go_on(tmp_path):
     command = [sys.executable, "-m", "attnscope", "bench", "--suite", str(suite)]
     command += ["--impl", "naive", "--baseline", "naive", "--output", str(path)]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    with subprocess.Popen(command, **pipes) as process:
+    with subprocess.Popen(command, **pipes, preexec_fn=interruptible) as process:
         deadline = time.monotonic() + 120
         while not path.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
