@@ -9,7 +9,7 @@
 // Schedule  persistent: a block takes tile after tile; Q and K of the next are fetched while the
 //           consumers finish this one. O leaves a warp at a time, by the copy engine.
 // Limits    bf16, fp16; head dims in multiples of 8 up to 256.
-// Test      tests/test_forward_gpu.py; bench: attnscope bench --impl cuda.
+// Test      tests/ops/test_forward_gpu.py; bench: attnscope bench --impl cuda.
 #pragma once
 
 #include "kernels/sm90_forward/consumer.cuh"

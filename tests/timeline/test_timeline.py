@@ -27,7 +27,7 @@ from attnscope.timeline.layout import CONSUMER, PRODUCER, QUERIES, SCHEDULER
 from attnscope.timeline.recording import Recording, Track
 from attnscope.timeline.trace import in_flight, write_trace
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MARKS = (ROOT / "csrc/kernels/sm90_forward/marks.cuh").read_text()
 
 

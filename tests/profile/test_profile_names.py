@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from made_trace import RECORDED, recorded
+from trace_files import RECORDED as TRACES
 
 from attnscope.profile.analysis.kernel_names import (
     CATEGORIES,
@@ -18,14 +19,14 @@ from attnscope.profile.analysis.kernel_names import (
     uses_tensor_cores,
 )
 
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 @cache
 def symbols() -> tuple[str, ...]:
     """Symbols of every recorded trace and result, and of impls that not all results have."""
     found = {work.name for name in RECORDED for work in recorded(name).trace.gpu}
-    found.update((Path(__file__).parent / "traces" / "symbols.txt").read_text().splitlines())
+    found.update((TRACES / "symbols.txt").read_text().splitlines())
     for path in RESULTS.glob("*/*.json"):
         for row in json.loads(path.read_text())["rows"]:
             found.update(row.get("kernels") or ())

@@ -7,7 +7,7 @@ import pytest
 
 from attnscope import ranges
 
-HEADER = Path(__file__).parents[1] / "csrc" / "binding" / "nvtx.h"
+HEADER = Path(__file__).parents[2] / "csrc" / "binding" / "nvtx.h"
 
 
 def test_both_sides_name_the_same_ranges():

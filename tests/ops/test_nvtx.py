@@ -13,7 +13,7 @@ import pytest
 import attnscope
 from attnscope import ranges
 
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parents[1] / "support"
 PROGRAM = """
 import torch
 from attnscope import attention
@@ -34,7 +34,9 @@ def test_calls_and_copies_are_ranges_of_one_domain(tmp_path, device, dtype):
     if b"NVTX_INJECTION64_PATH" not in library.read_bytes():
         pytest.skip("built without the NVTX headers, which come with nvcc")
     tool = tmp_path / "recorder.so"
-    subprocess.run(["g++", "-shared", "-fPIC", "-o", tool, HERE / "nvtx_recorder.cpp"], check=True)
+    subprocess.run(
+        ["g++", "-shared", "-fPIC", "-o", tool, SUPPORT / "nvtx_recorder.cpp"], check=True
+    )
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(device=device, dtype=dtype)],
         env=os.environ | {"NVTX_INJECTION64_PATH": str(tool)},

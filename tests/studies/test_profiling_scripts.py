@@ -24,7 +24,7 @@ from attnscope.studies.lm.command import lm_command, pair_command
 from attnscope.studies.lm.run import Run
 from attnscope.studies.records import Record
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TOOLS = ("NSYS_", "NV_", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH")
 
 
@@ -128,7 +128,7 @@ def test_a_backward_pass_launches_from_the_thread_of_its_range() -> None:
 
 def recorder(tmp_path: Path) -> Path:
     tool = tmp_path / "recorder.so"
-    source = Path(__file__).parent / "nvtx_recorder.cpp"
+    source = ROOT / "tests/support/nvtx_recorder.cpp"
     subprocess.run(["g++", "-shared", "-fPIC", "-o", tool, source], check=True)
     return tool
 

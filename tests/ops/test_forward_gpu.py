@@ -375,7 +375,7 @@ def test_contents_of_cu_seqlens_are_checked_on_request(bf16_target, monkeypatch)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_compute_sanitizer_finds_nothing(tool, impl):
     sanitizer = shutil.which("compute-sanitizer")
-    script = Path(__file__).with_name("sanitized_calls.py")
+    script = Path(__file__).parents[1] / "support" / "sanitized_calls.py"
     result = subprocess.run(
         [sanitizer, f"--tool={tool}", "--error-exitcode=99", "--kernel-name=kns=attnscope"]
         + [sys.executable, str(script), impl],

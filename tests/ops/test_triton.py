@@ -35,7 +35,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 def test_interpreted_kernel():
-    tests = Path(__file__).parent / "interpreted_triton.py"
+    tests = Path(__file__).parents[1] / "support" / "interpreted_triton.py"
     # Its matrices are small: threads of numpy's would cost more than they bring.
     settings = {"TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1"}
     result = subprocess.run(
