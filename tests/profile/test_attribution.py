@@ -8,8 +8,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_trace import check_tables
-from trace_files import RECORDED, RECORDINGS, cpu, kernel, launch, named, op, write_trace
+from made_trace import (
+    RECORDED,
+    RECORDINGS,
+    check_tables,
+    cpu,
+    kernel,
+    launch,
+    named,
+    op,
+    write_trace,
+)
 
 from attnscope.profile.analysis.flops import FlopCounts
 from attnscope.profile.analysis.tables import (

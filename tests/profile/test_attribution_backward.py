@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from trace_files import RECORDED, cpu, kernel, launch, named, op, write_trace
+from made_trace import RECORDED, cpu, kernel, launch, named, op, write_trace
 
 from attnscope.profile.analysis.flops import FlopCounts
 from attnscope.profile.analysis.tables import stage_table

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from trace_files import RECORDED, cpu, kernel, launch, op, write_trace
+from made_trace import RECORDED, cpu, kernel, launch, op, write_trace
 
 from attnscope.profile import Profile, ProfileError, annotate, profile
 from attnscope.profile.analysis import result

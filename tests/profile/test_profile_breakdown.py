@@ -6,8 +6,17 @@ from pathlib import Path
 
 import pandas
 import pytest
-from made_trace import RECORDED, MadeTrace, recorded
-from trace_files import Event, kernel, launch, named, op, write_trace
+from made_trace import (
+    RECORDINGS,
+    Event,
+    MadeTrace,
+    kernel,
+    launch,
+    named,
+    op,
+    recorded,
+    write_trace,
+)
 
 from attnscope.profile.analysis.steps import PARTS, find_steps, program_window, step_breakdown
 from attnscope.profile.attribution.backward import ENGINE
@@ -39,7 +48,7 @@ def test_each_instant_goes_to_the_first_part(tmp_path: Path) -> None:
     assert table.attrs["setup_us"] is None and table.attrs["setup_reason"]
 
 
-@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("name", RECORDINGS)
 def test_recorded_steps_sum_to_their_wall_time(name: str) -> None:
     attribution = recorded(name)
     table = step_breakdown(attribution)

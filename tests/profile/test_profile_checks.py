@@ -11,8 +11,18 @@ import pandas
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_trace import MadeTrace, check_tables, recorded
-from trace_files import RECORDED, RECORDINGS, kernel, launch, named, op, write_trace
+from made_trace import (
+    RECORDED,
+    RECORDINGS,
+    MadeTrace,
+    check_tables,
+    kernel,
+    launch,
+    named,
+    op,
+    recorded,
+    write_trace,
+)
 
 from attnscope.profile import ProfileError
 from attnscope.profile.analysis import invariants as checks

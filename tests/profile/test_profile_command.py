@@ -10,9 +10,9 @@ from typing import Any
 
 import pandas
 import pytest
+from made_trace import RECORDED, kernel, launch, named, op, write_trace
 from rich.cells import cell_len
 from rich.console import Console
-from trace_files import RECORDED, kernel, launch, named, op, write_trace
 from typer.testing import CliRunner
 
 from attnscope.cli import build

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_trace import RECORDED, MadeTrace, recorded
+from made_trace import RECORDINGS, MadeTrace, recorded
 
 from attnscope.profile.analysis.findings import Finding, detect
 from attnscope.profile.attribution.owners import Attribution
@@ -22,7 +22,7 @@ def find(attribution: Attribution, kind: str) -> Finding | None:
 
 def test_recorded_traces() -> None:
     """What was recorded is small and launch-bound; only the long ones show it."""
-    kinds = {name: [finding.kind for finding in detect(recorded(name))] for name in RECORDED}
+    kinds = {name: [finding.kind for finding in detect(recorded(name))] for name in RECORDINGS}
     silent: list[str] = []
     assert kinds == {
         "ops": silent,
@@ -38,7 +38,7 @@ def test_recorded_traces() -> None:
 
 
 def test_findings_have_evidence_and_advice() -> None:
-    for name in RECORDED:
+    for name in RECORDINGS:
         for finding in detect(recorded(name)):
             assert finding.evidence and finding.advice.endswith(".")
             assert any(letter.isdigit() for letter in finding.title)

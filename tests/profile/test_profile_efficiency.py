@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from made_trace import H200, RECORDED, MadeTrace, recorded
+from made_trace import H200, RECORDINGS, MadeTrace, recorded
 
 from attnscope.profile.analysis.efficiency import efficiency, filled_share, kernel_occupancy
 from attnscope.profile.attribution.owners import busy_ns
@@ -53,7 +53,7 @@ def test_by_hand(tmp_path: Path) -> None:
     assert found.reasons == {}
 
 
-@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("name", RECORDINGS)
 def test_recorded_traces_are_plausible(name: str) -> None:
     found = efficiency(recorded(name))
     assert found.busy_ns == busy_ns(recorded(name).trace.kernels)
@@ -83,7 +83,7 @@ def test_hand_written_kernels_are_tensor_core_work() -> None:
 
 def test_estimate_agrees_with_the_profilers_where_it_has_one() -> None:
     compared = 0
-    for name in RECORDED:
+    for name in RECORDINGS:
         trace = recorded(name).trace
         for one in trace.kernels:
             if one.occupancy is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas
 import pytest
-from trace_files import RECORDED
+from made_trace import RECORDED
 
 from attnscope.profile import Profile
 from attnscope.profile.analysis.catalog import TABLES, Recorded, Table

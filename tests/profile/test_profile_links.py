@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from made_trace import RECORDED, recorded
+from made_trace import RECORDINGS, recorded
 
 from attnscope.profile.analysis.links import COLUMNS, kernel_links, kernels_of_line, line_table
 
 
-@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("name", RECORDINGS)
 def test_every_piece_of_gpu_work_has_one_row(name: str) -> None:
     attribution = recorded(name)
     links = kernel_links(attribution)

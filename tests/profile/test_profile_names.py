@@ -8,8 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from made_trace import RECORDED, recorded
-from trace_files import RECORDED as TRACES
+from made_trace import RECORDED, RECORDINGS, recorded
 
 from attnscope.profile.analysis.kernel_names import (
     CATEGORIES,
@@ -25,8 +24,8 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 @cache
 def symbols() -> tuple[str, ...]:
     """Symbols of every recorded trace and result, and of impls that not all results have."""
-    found = {work.name for name in RECORDED for work in recorded(name).trace.gpu}
-    found.update((TRACES / "symbols.txt").read_text().splitlines())
+    found = {work.name for name in RECORDINGS for work in recorded(name).trace.gpu}
+    found.update((RECORDED / "symbols.txt").read_text().splitlines())
     for path in RESULTS.glob("*/*.json"):
         for row in json.loads(path.read_text())["rows"]:
             found.update(row.get("kernels") or ())

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from made_trace import RECORDED, RECORDINGS, kernel, launch, named, op, write_trace
 from step_trace import PLAIN, step
-from trace_files import RECORDED, RECORDINGS, kernel, launch, named, op, write_trace
 
 from attnscope.profile import profile
 from attnscope.profile.analysis.tree import Node, icicle

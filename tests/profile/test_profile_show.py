@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_trace import H200, MadeTrace
-from trace_files import RECORDED
+from made_trace import H200, RECORDED, MadeTrace
 
 from attnscope.profile.api import Profile
 from attnscope.profile.render.files import to_json, write_csv

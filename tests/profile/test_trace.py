@@ -9,7 +9,7 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from trace_files import (
+from made_trace import (
     RECORDED,
     RECORDINGS,
     Event,

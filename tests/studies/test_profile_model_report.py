@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_trace import RECORDED
 from step_trace import FUSED, record, step
-from trace_files import RECORDED
 
 from attnscope.common.results import Results, read_results
 from attnscope.profile import Profile

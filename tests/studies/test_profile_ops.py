@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import typer
-from trace_files import RECORDED, RECORDINGS, kernel, launch, named, op, write_trace
+from made_trace import RECORDED, RECORDINGS, kernel, launch, named, op, write_trace
 from typer.testing import CliRunner
 
 from attnscope.bench.timing import Timing

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import typer
-from trace_files import RECORDED
+from made_trace import RECORDED
 from typer.testing import CliRunner
 
 from attnscope.integrations import transformers as registered

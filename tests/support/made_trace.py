@@ -1,4 +1,9 @@
-"""Chrome traces made event by event, and the recorded ones, for the tests of attnscope.profile."""
+"""Chrome traces made event by event, in the words of PyTorch's profiler, and the recorded ones.
+
+`cpu`, `op`, `named`, `launch` and `kernel` make one event each, from when to when, in microseconds;
+`write_trace` writes them. `MadeTrace` collects them by start and duration, with a launch for each
+kernel.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +12,57 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import trace_files
-
 from attnscope.profile.analysis import invariants
 from attnscope.profile.attribution.owners import Attribution
 from attnscope.profile.trace.events import CpuEvent
 from attnscope.profile.trace.reader import read_trace
 
-RECORDED = trace_files.RECORDINGS
+RECORDED = Path(__file__).parent / "traces"
+RECORDINGS = (
+    "ops", "train", "stack", "raw", "graph", "graph_both", "streams", "cold", "threads",
+)  # fmt: skip
+
+Event = dict[str, Any]
+
+
+def cpu(category: str, name: str, start: float, end: float, tid: int = 1, **args: Any) -> Event:
+    """A CPU event; times in microseconds. Categories: cpu_op, user_annotation, cuda_runtime ..."""
+    return {
+        "ph": "X", "cat": category, "name": name, "pid": 1, "tid": tid, "ts": start,
+        "dur": end - start, "args": args,
+    }  # fmt: skip
+
+
+def op(name: str, start: float, end: float, tid: int = 1, **args: Any) -> Event:
+    return cpu("cpu_op", name, start, end, tid, **args)
+
+
+def named(name: str, start: float, end: float, tid: int = 1) -> Event:
+    return cpu("user_annotation", name, start, end, tid)
+
+
+def launch(
+    correlation: int, at: float, call: str = "cudaLaunchKernel", tid: int = 1, **args: Any
+) -> Event:
+    category = "cuda_runtime" if call.startswith("cuda") else "cuda_driver"
+    return cpu(category, call, at, at + 1, tid, correlation=correlation, **args)
+
+
+def kernel(
+    correlation: int, start: float, end: float, name: str = "k", stream: int = 7, **args: Any
+) -> Event:
+    about = {"device": 0, "stream": stream, "correlation": correlation} | args
+    return {
+        "ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": stream, "ts": start,
+        "dur": end - start, "args": about,
+    }  # fmt: skip
+
+
+def write_trace(path: Path, *events: Event, **members: Any) -> Path:
+    path.write_text(json.dumps({"schemaVersion": 1, **members, "traceEvents": events}))
+    return path
+
+
 H200 = {
     "id": 0, "name": "NVIDIA H200", "totalGlobalMem": 150109880320, "computeMajor": 9,
     "computeMinor": 0, "maxThreadsPerMultiprocessor": 2048, "regsPerMultiprocessor": 65536,
@@ -25,7 +73,7 @@ H200 = {
 @cache
 def recorded(name: str) -> Attribution:
     """One of the traces in tests/traces, recorded on an H200."""
-    return Attribution(read_trace(trace_files.RECORDED / f"{name}.json.gz"))
+    return Attribution(read_trace(RECORDED / f"{name}.json.gz"))
 
 
 def check_tables(owners: Attribution, operators: Any, kernels: Any, stages: Any) -> None:
@@ -48,24 +96,20 @@ def op_event(name: str, *shapes: Any, dtype: str = "c10::BFloat16", **scalars: A
 
 
 class MadeTrace:
-    """Times are microseconds. Every kernel gets a launch call."""
+    """Times are microseconds: a start and a duration. Every kernel gets a launch call."""
 
     def __init__(self, device: dict[str, Any] | None = H200) -> None:
-        self.events: list[dict[str, Any]] = []
+        self.events: list[Event] = []
         self.devices = [device] if device else []
 
-    def _add(self, cat: str, name: str, start: float, duration: float, **rest: Any) -> None:
-        event = {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": duration}
-        self.events.append({"pid": 1, "tid": 1, "args": {}} | event | rest)
-
     def range(self, name: str, start: float, duration: float, thread: int = 1) -> None:
-        self._add("user_annotation", name, start, duration, tid=thread)
+        self.events.append(named(name, start, start + duration, thread))
 
     def frame(self, name: str, start: float, duration: float) -> None:
-        self._add("python_function", name, start, duration)
+        self.events.append(cpu("python_function", name, start, start + duration))
 
     def overhead(self, start: float, duration: float) -> None:
-        self._add("overhead", "Activity Buffer Request", start, duration, pid=-1)
+        self.events.append(cpu("overhead", "Activity Buffer Request", start, start + duration))
 
     def op(
         self,
@@ -76,16 +120,18 @@ class MadeTrace:
         dtype: str = "c10::BFloat16",
         thread: int = 1,
     ) -> None:
-        arguments: dict[str, Any] = {}
+        about: dict[str, Any] = {}
         if shapes is not None:
-            arguments = {"Input Dims": shapes, "Concrete Inputs": [""] * len(shapes)}
-            arguments["Input type"] = [dtype if shape else "" for shape in shapes]
-        self._add("cpu_op", name, start, duration, tid=thread, args=arguments)
+            about = {"Input Dims": shapes, "Concrete Inputs": [""] * len(shapes)}
+            about["Input type"] = [dtype if shape else "" for shape in shapes]
+        self.events.append(op(name, start, start + duration, thread, **about))
 
     def call(self, name: str, start: float, duration: float, thread: int = 1) -> int:
+        """A CUDA call; returns its correlation id."""
         correlation = len(self.events) + 1
+        end = start + duration
         about = {"correlation": correlation}
-        self._add("cuda_runtime", name, start, duration, tid=thread, args=about)
+        self.events.append(cpu("cuda_runtime", name, start, end, thread, **about))
         return correlation
 
     def kernel(
@@ -100,16 +146,20 @@ class MadeTrace:
         **arguments: Any,
     ) -> None:
         """`launch` is when the call that launches it begins; by default 5 us before the start."""
-        about: dict[str, Any] = {"device": 0, "stream": stream}
         at = start - 5 if launch is None else launch
-        about["correlation"] = self.call("cudaLaunchKernel", at, 2, thread)
-        about |= {"grid": [132, 1, 1], "block": [128, 1, 1], "registers per thread": 32}
-        about |= {"shared memory": 0, "blocks per SM": 1.0, "warps per SM": 4.0}
-        about["est. achieved occupancy %"] = 6
-        self._add(cat, name, start, duration, pid=0, tid=stream, args=about | arguments)
+        correlation = self.call("cudaLaunchKernel", at, 2, thread)
+        about = {
+            "grid": [132, 1, 1],
+            "block": [128, 1, 1],
+            "registers per thread": 32,
+            "shared memory": 0,
+            "blocks per SM": 1.0,
+            "warps per SM": 4.0,
+            "est. achieved occupancy %": 6,
+        }
+        event = kernel(correlation, start, start + duration, name, stream, **about | arguments)
+        self.events.append(event | {"cat": cat})
 
     def attribution(self, folder: Path) -> Attribution:
-        path = folder / "trace.json"
-        content = {"deviceProperties": self.devices, "traceEvents": self.events}
-        path.write_text(json.dumps(content))
+        path = write_trace(folder / "trace.json", *self.events, deviceProperties=self.devices)
         return Attribution(read_trace(path))

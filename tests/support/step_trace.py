@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from made_trace import H200
-from trace_files import Event, kernel, launch, named, op, write_trace
+from made_trace import H200, Event, kernel, launch, named, op, write_trace
 
 from attnscope.profile.analysis.result import Result
 from attnscope.profile.trace.reader import read_trace
