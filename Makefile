@@ -50,8 +50,10 @@ lint: build
 	$(BIN)/clang-format --dry-run -Werror $(SOURCES)
 	$(PY) tools/check_tree.py
 
-docs: $(PY)
-	$(PY) tools/check_tree.py links
+docs: build
+	$(INSTALL) $(PACKAGE)'[docs]'
+	$(PY) tools/check_tree.py links words
+	$(PY) tools/site/make_site.py site
 
 clean:
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache python/attnscope.egg-info

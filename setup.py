@@ -36,14 +36,13 @@ STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000 -DUSE_CUDA"  # the C shi
 COMMON = "-std=c++17 -O3 -Icsrc"
 HOST = f"{COMMON} -fPIC -fvisibility=hidden -Wall -Wextra"
 DEVICE = f"{COMMON} -lineinfo -Xptxas -v -Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra"
-RULES = f"""\
-builddir = {BUILD}
+RULES = """\
 rule cxx
   command = g++ $flags -MD -MF $out.d -c $in -o $out
   description = g++ $in
   depfile = $out.d
 rule cuda
-  command = $nvcc $flags -MD -MF $out.d -c $in -o $out > $log 2>&1 || {{ cat $log; exit 1; }}; $
+  command = $nvcc $flags -MD -MF $out.d -c $in -o $out > $log 2>&1 || { cat $log; exit 1; }; $
     grep -vE '^ptxas info|bytes stack frame' $log || true
   description = nvcc $in
   depfile = $out.d
@@ -73,18 +72,18 @@ def cuda_home(nvcc: Path) -> Path:
     return Path(top[1].strip()).resolve()
 
 
-def write_ninja(torch: Path, nvcc: Path | None) -> list[Path]:
-    """Writes build/native/build.ninja and returns the logs of ptxas that the build leaves."""
+def write_ninja(torch: Path, nvcc: Path | None, folder: Path, defines: str) -> list[Path]:
+    """Writes build.ninja into the folder and returns the logs of ptxas that the build leaves."""
     include = f"-isystem {torch}/include -isystem {torch}/include/torch/csrc/api/include"
     libs = f"-L{torch}/lib -ltorch -ltorch_cpu -lc10 -lpthread"
     home = cuda_home(nvcc) if nvcc else None
     nvtx = f"-isystem {home}/include" if home else ""
-    lines = [RULES]
+    lines = [f"builddir = {folder}", RULES]
     objects: dict[str, list[Path]] = {"_C": [], "_C_cuda": []}
     logs = []
 
     def compile_cpp(source: Path, flags: str) -> Path:
-        out = BUILD / source.with_suffix(".o")
+        out = folder / source.with_suffix(".o")
         lines.append(f"build {out}: cxx {source}\n  flags = {flags}")
         return out
 
@@ -100,31 +99,32 @@ def write_ninja(torch: Path, nvcc: Path | None) -> list[Path]:
         if not source.stem.endswith("_cpu") and source.name not in ONLY_IN_C:
             objects["_C_cuda"].append(out)
     for source in sorted(Path("csrc").rglob("*.cu")) if nvcc else []:
-        out = BUILD / source.with_suffix(".o")
+        out = folder / source.with_suffix(".o")
         targets = ARCHITECTURES[source.parent.name.partition("_")[0]]
-        flags = " ".join([DEVICE, *(f"-gencode arch=compute_{target}" for target in targets)])
+        codes = [f"-gencode arch=compute_{target}" for target in targets]
+        flags = " ".join([DEVICE, defines, *codes])
         logs.append(out.with_suffix(".ptxas"))
         lines.append(f"build {out} | {logs[-1]}: cuda {source}\n  log = {logs[-1]}")
         lines.append(f"  nvcc = {nvcc}\n  flags = {flags}")
         objects["_C_cuda"].append(out)
 
-    lines.append(f"build {BUILD}/_C.so: link {' '.join(map(str, objects['_C']))}\n  libs = {libs}")
+    lines.append(f"build {folder}/_C.so: link {' '.join(map(str, objects['_C']))}\n  libs = {libs}")
     if nvcc:
         cudart = " ".join(f"-L{home}/{d}" for d in ("lib64", "lib", "targets/x86_64-linux/lib"))
-        lines.append(f"build {BUILD}/_C_cuda.so: link {' '.join(map(str, objects['_C_cuda']))}")
+        lines.append(f"build {folder}/_C_cuda.so: link {' '.join(map(str, objects['_C_cuda']))}")
         lines.append(f"  libs = {libs} {cudart} -lcudart_static -lrt -ldl")
-    (BUILD / "build.ninja").write_text("\n".join(lines) + "\n")
+    (folder / "build.ninja").write_text("\n".join(lines) + "\n")
     return logs
 
 
-def run_ninja() -> None:
+def run_ninja(folder: Path) -> None:
     ninja = [sys.executable, "-m", "ninja"] if importlib.util.find_spec("ninja") else ["ninja"]
     jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
     # The targets of one kernel compile in parallel too; said here, it is no part of the command
     # whose change makes ninja compile anew.
     flags = f"{os.environ.get('NVCC_APPEND_FLAGS', '')} --threads {jobs}"
     environment = {**os.environ, "NVCC_APPEND_FLAGS": flags}
-    command = [*ninja, "-f", str(BUILD / "build.ninja"), "-j", jobs]
+    command = [*ninja, "-f", str(folder / "build.ninja"), "-j", jobs]
     if subprocess.run(command, env=environment).returncode:
         raise SystemExit("attnscope: the build failed; the compiler's words are above")
 
@@ -132,7 +132,10 @@ def run_ninja() -> None:
 class BuildLibraries(build_ext):
     def run(self) -> None:
         os.chdir(ROOT)
-        BUILD.mkdir(parents=True, exist_ok=True)
+        # With --define, a variant for experiments: built in a folder of its own, not installed.
+        defines = " ".join(f"-D{name}" for name, _ in self.define or [])
+        folder = Path(self.build_temp) if defines else BUILD
+        folder.mkdir(parents=True, exist_ok=True)
         torch = next(iter(find_package("torch")), None)
         if torch is None:
             raise SystemExit("attnscope: no torch to build against; run: pip install 'torch>=2.10'")
@@ -142,10 +145,12 @@ class BuildLibraries(build_ext):
         elif not any(Path("csrc/kernels").glob("*/*.cu")):
             nvcc, missing = None, "no CUDA kernels in csrc/kernels"
         print(f"attnscope: CPU library only: {missing}" if missing else f"attnscope: using {nvcc}")
-        with open(BUILD / "lock", "w") as lock:
+        with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            logs = write_ninja(torch, nvcc)
-            run_ninja()
+            logs = write_ninja(torch, nvcc, folder, defines)
+            run_ninja(folder)
+            if defines:
+                return
             kernels, warnings = ptxas.parse("\n".join(log.read_text() for log in logs))
             report = json.dumps({"not_built": missing, "kernels": kernels}, indent=1) + "\n"
             written = BUILD / "kernels.json"

@@ -6,6 +6,10 @@ import shutil
 import pytest
 import torch
 
+# Inductor's caches do not know an op's schema: a graph cached by another build would be run.
+for cache in ("TORCHINDUCTOR_FX_GRAPH_CACHE", "TORCHINDUCTOR_AUTOGRAD_CACHE"):
+    os.environ.setdefault(cache, "0")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))

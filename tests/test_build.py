@@ -14,6 +14,7 @@ import torch
 
 import attnscope
 from attnscope import _load
+from attnscope.schemas import FORWARD
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARIES = sorted(_load.PACKAGE.glob("_C*.so"))
@@ -258,12 +259,30 @@ def test_a_library_that_does_not_load_is_an_error_that_says_why(empty_package):
         _load._load()
 
 
-@pytest.mark.parametrize(("op", "arguments"), [("rearward", 13), ("forward", 12)])
-def test_a_library_of_other_sources_is_stale(monkeypatch, op, arguments):
-    monkeypatch.setattr(_load, "OPS", {"kernels": 0, op: arguments})
-    with pytest.raises(
-        ImportError, match=f"stale, it has no op {op} of {arguments} arguments; run"
-    ):
+@pytest.mark.parametrize(
+    ("op", "schema", "difference"),
+    [
+        ("rearward", FORWARD, "it has no op rearward"),
+        (
+            "forward",
+            FORWARD.replace("SymInt max_seqlen_k", "int max_seqlen_k"),
+            "its op forward must have 'int max_seqlen_k=0', got 'SymInt max_seqlen_k=0'",
+        ),
+        (
+            "forward",
+            FORWARD.replace("window_left=-1", "window_left=0"),
+            "its op forward must have 'SymInt window_left=0', got 'SymInt window_left=-1'",
+        ),
+        (
+            "forward",
+            FORWARD.replace(", int variant=0", ""),
+            r"must have 'float softcap=0.\) -> \(Tensor out', got 'float softcap=0.'",
+        ),
+    ],
+)
+def test_a_library_of_other_sources_is_stale(monkeypatch, op, schema, difference):
+    monkeypatch.setattr(_load, "OPS", {"kernels": "() -> str", op: schema})
+    with pytest.raises(ImportError, match=f"is stale: .*{difference}.* run `make build`"):
         _load._load()
 
 

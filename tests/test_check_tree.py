@@ -231,6 +231,6 @@ def test_a_circle_of_imports_is_found_once(findings):
 def test_an_unknown_rule_is_named(check_tree, tmp_path, capsys):
     assert check_tree.main(tmp_path, ["ring"]) == 2
     assert (
-        "no rule ring; there are: rings, budgets, generated, links, white_space, import_order, "
+        "no rule ring; there are: rings, budgets, generated, links, white_space, words, "
         in capsys.readouterr().err
     )

@@ -1,5 +1,5 @@
 """Checks that no linter knows: rings of includes, budgets, generated files, links, white space,
-and the order of imports (import_rules.py).
+words (word_list.py) and the order of imports (import_rules.py).
 
 `python tools/check_tree.py [RULE ...]` checks the files that git knows or would add; it prints one
 line for each finding and exits 1 if there is any.
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from import_rules import import_circles, import_order
+from word_list import words
 
 # What a folder of csrc may include, beside the standard library, CUDA and its own project. Device
 # and CPU code never meets torch; the binding meets the stable ABI only.
@@ -164,6 +165,7 @@ RULES: dict[str, Rule] = {
         generated,
         links,
         white_space,
+        words,
         import_order,
         import_circles,
     )

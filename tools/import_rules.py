@@ -14,14 +14,14 @@ Finding = tuple[Path, int, str]
 
 # From the floor up. A part imports parts below it, and those of its own level if `shared` is true.
 LEVELS: tuple[tuple[str, bool, tuple[str, ...]], ...] = (
-    ("ground", True, ("common", "_load", "ranges")),
+    ("ground", True, ("common", "schemas", "_load", "ranges")),
     (
         "ops",
         True,
         ("ops", "argument_checks", "attention_flops", "autograd", "functional", "reference")
         + ("numerics", "inputs", "kernels", "triton"),
     ),
-    ("tools", False, ("bench", "profile", "timeline", "doctor", "integrations")),
+    ("tools", False, ("bench", "profile", "timeline", "stress", "doctor", "integrations")),
     ("old names", False, ("transformers",)),
     ("studies", False, ("studies",)),
     ("command line", True, ("cli", "__main__")),

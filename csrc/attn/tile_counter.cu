@@ -7,53 +7,53 @@
 namespace attnscope {
 namespace {
 
-constexpr int kChunk = 4096;  // counters allocated at a time
+using StreamKey = std::pair<int, unsigned long long>;  // device and stream id
 
-struct Pool {
-  TileCounter* chunk = nullptr;
-  int used = kChunk;
-};
-
-// Allocation is legal under another stream's capture only in relaxed mode.
-TileCounter* take(Pool& pool) {
-  if (pool.used == kChunk) {
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    cudaThreadExchangeStreamCaptureMode(&mode);
-    void* memory = nullptr;
-    cudaStream_t side = nullptr;
-    const bool ok = cudaMalloc(&memory, kChunk * sizeof(TileCounter)) == cudaSuccess &&
-                    cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking) == cudaSuccess &&
-                    cudaMemsetAsync(memory, 0, kChunk * sizeof(TileCounter), side) == cudaSuccess &&
-                    cudaStreamSynchronize(side) == cudaSuccess;
-    if (side != nullptr) cudaStreamDestroy(side);
-    cudaThreadExchangeStreamCaptureMode(&mode);
-    if (!ok) return nullptr;
-    pool.chunk = static_cast<TileCounter*>(memory);
-    pool.used = 0;
-  }
-  return pool.chunk + pool.used++;
+// Allocates a counter at zero. A side stream, so that no other work is waited for.
+cudaError_t allocate(TileCounter** counter) {
+  void* memory = nullptr;
+  cudaStream_t side = nullptr;
+  cudaError_t error = cudaMalloc(&memory, sizeof(TileCounter));
+  if (error == cudaSuccess) error = cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking);
+  if (error == cudaSuccess) error = cudaMemsetAsync(memory, 0, sizeof(TileCounter), side);
+  if (error == cudaSuccess) error = cudaStreamSynchronize(side);
+  if (side != nullptr) cudaStreamDestroy(side);
+  if (error == cudaSuccess) *counter = static_cast<TileCounter*>(memory);
+  return error;
 }
 
 }  // namespace
 
-TileCounter* tile_counter(cudaStream_t stream) {
+cudaError_t tile_counter(int device, cudaStream_t stream, TileCounter** counter) {
   static std::mutex mutex;
-  static std::map<int, Pool> pools;  // by device
-  static std::map<std::pair<int, unsigned long long>, TileCounter*>
-      stream_counters;  // by device and stream
+  static std::map<StreamKey, TileCounter*> counters;
+  thread_local StreamKey last_key{-1, 0};
+  thread_local TileCounter* last = nullptr;
 
-  int device = 0;
+  *counter = nullptr;
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaStreamIsCapturing(stream, &capture) != cudaSuccess)
-    return nullptr;
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (capture != cudaStreamCaptureStatusNone) return take(pools[device]);
-  unsigned long long id = 0;  // a handle can come back after its stream is gone; an id cannot
-  if (cudaStreamGetId(stream, &id) != cudaSuccess) return nullptr;
-  TileCounter*& counter = stream_counters[{device, id}];
-  if (counter == nullptr) counter = take(pools[device]);
-  return counter;
+  cudaError_t error = cudaStreamIsCapturing(stream, &capture);
+  if (error != cudaSuccess || capture != cudaStreamCaptureStatusNone) return error;
+  unsigned long long id = 0;  // a handle may be reused after its stream is destroyed; an id is not
+  error = cudaStreamGetId(stream, &id);
+  if (error != cudaSuccess) return error;
+  const StreamKey key{device, id};
+  if (key != last_key) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    TileCounter*& entry = counters[key];
+    if (entry == nullptr) {
+      // Another thread may be capturing in global mode, where this thread may not allocate.
+      cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+      cudaThreadExchangeStreamCaptureMode(&mode);
+      error = allocate(&entry);
+      cudaThreadExchangeStreamCaptureMode(&mode);
+      if (error != cudaSuccess) return error;
+    }
+    last = entry;
+    last_key = key;
+  }
+  *counter = last;
+  return cudaSuccess;
 }
 
 }  // namespace attnscope

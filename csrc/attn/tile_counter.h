@@ -10,10 +10,12 @@ struct TileCounter {
   int finished;  // blocks that took their last
 };
 
-// A counter at zero that no kernel in flight but the caller's next launch on `stream` uses. The
-// kernel leaves it at zero again, so no launch needs a memset: launches of one stream share a
-// counter, and a launch under graph capture gets one of its own, for whichever stream replays it.
-// Null on failure.
-TileCounter* tile_counter(cudaStream_t stream);
+// The counter of a stream: zero, and used by no kernel in flight but the next launch on `stream`.
+// The kernel leaves it at zero, so that no launch needs a memset.
+//
+// Null for a launch under graph capture, and the launch then takes its tiles in a fixed order: the
+// graph may be instantiated twice, or cloned into another one, and both may run at the same time
+// with one set of launch parameters.
+cudaError_t tile_counter(int device, cudaStream_t stream, TileCounter** counter);
 
 }  // namespace attnscope

@@ -1,23 +1,15 @@
-// From tensors to ForwardParams: what the CPU and the CUDA implementation of attnscope::forward
-// share. Friendly errors for users come from Python; the checks here hold for any caller.
+// From the arguments of attnscope::forward to ForwardParams: what the CPU and the CUDA
+// implementation share.
 #pragma once
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
-#include <optional>
-#include <string>
 #include <tuple>
 
-#include "attn/params.h"
+#include "binding/nvtx.h"
+#include "binding/tensors.h"
 
 namespace attnscope::binding {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
+// The schema's arguments after the tensors, in its order.
 struct ForwardOptions {
   double scale;
   int64_t max_seqlen_q;
@@ -26,6 +18,7 @@ struct ForwardOptions {
   int64_t window_left;
   int64_t window_right;
   double softcap;
+  int64_t variant;  // 0: the best kernel; 80, 90: the kernel of that architecture
 };
 
 struct ForwardCall {
@@ -34,9 +27,23 @@ struct ForwardCall {
   Tensor out, lse;  // freshly allocated
 };
 
-ForwardCall prepare_forward(const Tensor& q, const Tensor& k, const Tensor& v,
-                            const std::optional<Tensor>& cu_seqlens_q,
-                            const std::optional<Tensor>& cu_seqlens_k,
-                            const ForwardOptions& options);
+// Checks everything that does not depend on the device, then allocates the outputs.
+ForwardCall prepare_forward(const AttentionTensors& tensors, const ForwardOptions& options);
+
+using ForwardResult = std::tuple<Tensor, Tensor>;
+
+// The op as TORCH_BOX wants it, around an implementation of one device.
+template <ForwardResult (*kImplementation)(const AttentionTensors&, const ForwardOptions&)>
+ForwardResult forward_op(const Tensor& q, const Tensor& k, const Tensor& v,
+                         const std::optional<Tensor>& cu_seqlens_q,
+                         const std::optional<Tensor>& cu_seqlens_k, double scale,
+                         int64_t max_seqlen_q, int64_t max_seqlen_k, bool causal,
+                         int64_t window_left, int64_t window_right, double softcap,
+                         int64_t variant) {
+  NvtxRange range(Range::kForward, q.numel());
+  return kImplementation(
+      {q, k, v, cu_seqlens_q, cu_seqlens_k},
+      {scale, max_seqlen_q, max_seqlen_k, causal, window_left, window_right, softcap, variant});
+}
 
 }  // namespace attnscope::binding

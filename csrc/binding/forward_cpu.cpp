@@ -1,31 +1,24 @@
 // attnscope::forward on the CPU.
+#include <torch/csrc/stable/ops.h>
+
 #include "binding/forward.h"
-#include "binding/nvtx.h"
 #include "cpu/forward.h"
 
 namespace attnscope::binding {
 namespace {
 
-std::tuple<Tensor, Tensor> forward_cpu(const Tensor& q, const Tensor& k, const Tensor& v,
-                                       const std::optional<Tensor>& cu_seqlens_q,
-                                       const std::optional<Tensor>& cu_seqlens_k, double scale,
-                                       int64_t max_seqlen_q, int64_t max_seqlen_k, bool causal,
-                                       int64_t window_left, int64_t window_right, double softcap,
-                                       std::string kernel) {
-  NvtxRange range(Range::kForward, q.numel());
-  STD_TORCH_CHECK(kernel == "auto", "kernel_name is '", kernel, "'; allowed on the CPU: auto");
-  const ForwardCall call = prepare_forward(
-      q, k, v, cu_seqlens_q, cu_seqlens_k,
-      {scale, max_seqlen_q, max_seqlen_k, causal, window_left, window_right, softcap});
+ForwardResult forward_cpu(const AttentionTensors& tensors, const ForwardOptions& options) {
+  STD_TORCH_CHECK(options.variant == 0, "variant must be 0 on the CPU, got ", options.variant);
+  ForwardCall call = prepare_forward(tensors, options);
   cpu::forward(call.params, [](int64_t count, const std::function<void(int64_t, int64_t)>& body) {
     torch::stable::parallel_for(0, count, 1, body);
   });
-  return {call.out, call.lse};
+  return {std::move(call.out), std::move(call.lse)};
 }
 
 }  // namespace
 }  // namespace attnscope::binding
 
 STABLE_TORCH_LIBRARY_IMPL(attnscope, CPU, m) {
-  m.impl("forward", TORCH_BOX(&attnscope::binding::forward_cpu));
+  m.impl("forward", TORCH_BOX(&attnscope::binding::forward_op<attnscope::binding::forward_cpu>));
 }

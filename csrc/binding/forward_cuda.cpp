@@ -4,12 +4,13 @@
 #include <torch/csrc/stable/device.h>
 
 #include "binding/forward.h"
-#include "binding/nvtx.h"
 #include "kernels/sm80_forward/launch.h"
 #include "kernels/sm90_forward/launch.h"
 
 namespace attnscope::binding {
 namespace {
+
+enum Variant : int64_t { kAuto = 0, kSm80 = 80, kSm90 = 90 };
 
 void* current_stream(int32_t device_index) {
   void* stream = nullptr;
@@ -17,33 +18,33 @@ void* current_stream(int32_t device_index) {
   return stream;
 }
 
-std::tuple<Tensor, Tensor> forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v,
-                                        const std::optional<Tensor>& cu_seqlens_q,
-                                        const std::optional<Tensor>& cu_seqlens_k, double scale,
-                                        int64_t max_seqlen_q, int64_t max_seqlen_k, bool causal,
-                                        int64_t window_left, int64_t window_right, double softcap,
-                                        std::string kernel) {
-  NvtxRange range(Range::kForward, q.numel());
-  STD_TORCH_CHECK(kernel == "auto" || kernel == "sm80" || kernel == "sm90", "kernel_name is '",
-                  kernel, "'; allowed on CUDA: auto, sm80, sm90");
+const char* launch(const ForwardParams& params, int64_t variant, void* stream) {
+  if (variant == kSm80) return sm80::launch_forward(params, stream);
+  const char* reason = sm90::unsupported_forward(params);
+  STD_TORCH_CHECK(variant == kAuto || reason == nullptr,
+                  "variant must be 0 or 80 for this call, got 90: ", reason);
+  return reason == nullptr ? sm90::launch_forward(params, stream)
+                           : sm80::launch_forward(params, stream);
+}
+
+ForwardResult forward_cuda(const AttentionTensors& tensors, const ForwardOptions& options) {
+  const Tensor& q = tensors.q;
+  STD_TORCH_CHECK(options.variant == kAuto || options.variant == kSm80 || options.variant == kSm90,
+                  "variant must be 0, 80 or 90 on CUDA, got ", options.variant);
+  STD_TORCH_CHECK(q.is_cuda(), "q must be on CUDA, as one of the other tensors is");
   STD_TORCH_CHECK(q.scalar_type() == ScalarType::Half || q.scalar_type() == ScalarType::BFloat16,
-                  "q: dtype not supported on CUDA; allowed: float16, bfloat16");
-  const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-  const ForwardCall call = prepare_forward(
-      q, k, v, cu_seqlens_q, cu_seqlens_k,
-      {scale, max_seqlen_q, max_seqlen_k, causal, window_left, window_right, softcap});
-  const char* reason = kernel == "sm80" ? "not asked for" : sm90::unsupported_forward(call.params);
-  STD_TORCH_CHECK(kernel != "sm90" || reason == nullptr, "kernel_name is 'sm90': ", reason);
-  void* stream = current_stream(q.get_device_index());
-  const char* error = reason == nullptr ? sm90::launch_forward(call.params, stream)
-                                        : sm80::launch_forward(call.params, stream);
+                  "q must have dtype float16 or bfloat16 on CUDA");
+  const int32_t device = q.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  ForwardCall call = prepare_forward(tensors, options);
+  const char* error = launch(call.params, options.variant, current_stream(device));
   STD_TORCH_CHECK(error == nullptr, "attnscope::forward: kernel launch failed: ", error);
-  return {call.out, call.lse};
+  return {std::move(call.out), std::move(call.lse)};
 }
 
 }  // namespace
 }  // namespace attnscope::binding
 
 STABLE_TORCH_LIBRARY_IMPL(attnscope, CUDA, m) {
-  m.impl("forward", TORCH_BOX(&attnscope::binding::forward_cuda));
+  m.impl("forward", TORCH_BOX(&attnscope::binding::forward_op<attnscope::binding::forward_cuda>));
 }

@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace attnscope::ptx {
 
@@ -53,5 +54,28 @@ __device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
+
+// 0 times each of two packed elements, added to `sum`: NaN where one is NaN or infinite. PTX ISA
+// fma (half precision), sm_90 for bf16.
+template <class Element>
+__device__ __forceinline__ uint32_t fma_zero(uint32_t pair, uint32_t sum);
+
+template <>
+__device__ __forceinline__ uint32_t fma_zero<__nv_bfloat16>(uint32_t pair, uint32_t sum) {
+  uint32_t r;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(pair), "r"(0), "r"(sum));
+  return r;
+}
+
+template <>
+__device__ __forceinline__ uint32_t fma_zero<__half>(uint32_t pair, uint32_t sum) {
+  uint32_t r;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(pair), "r"(0), "r"(sum));
+  return r;
+}
+
+// The exponent bits of an element: all set in NaN and infinity.
+template <class Element>
+constexpr uint32_t kExponentBits = std::is_same<Element, __half>::value ? 0x7c00u : 0x7f80u;
 
 }  // namespace attnscope::ptx

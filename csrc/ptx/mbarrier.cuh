@@ -9,13 +9,25 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the copy engine.
+// Makes initialised barriers visible to TMA.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives where `condition` is true, by a predicate rather than a branch.
+__device__ __forceinline__ void mbarrier_arrive_if(uint32_t barrier, bool condition) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %1, 0;\n"
+      "@p mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+      "}\n" ::"r"(barrier),
+      "r"(static_cast<uint32_t>(condition))
+      : "memory");
 }
 
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, int bytes) {
@@ -37,6 +49,21 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity) {
       "}\n" ::"r"(barrier),
       "r"(parity), "r"(10'000'000)
       : "memory");
+}
+
+// Whether the phase of the given parity has completed; does not wait.
+__device__ __forceinline__ bool mbarrier_test(uint32_t barrier, int parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
 }
 
 }  // namespace attnscope::ptx

@@ -15,9 +15,14 @@ __device__ __forceinline__ void barrier_arrive(int id, int threads) {
 }
 
 // Orders this thread's ordinary writes to shared memory before later reads of them by the tensor
-// cores and the copy engine. PTX ISA 9.7.13.4, sm_90.
+// cores and TMA. PTX ISA 9.7.13.4, sm_90.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// The same for global memory, in both directions.
+__device__ __forceinline__ void fence_proxy_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 // The thread's number in its warp, read anew at each call: what is computed from it is not kept in

@@ -1,11 +1,11 @@
-// Tensor copies by the copy engine. PTX ISA 9.7.9.27, sm_90.
+// Tensor copies by TMA. PTX ISA 9.7.9.27, sm_90.
 #pragma once
 
 #include <cstdint>
 
 namespace attnscope::ptx {
 
-// L2 eviction policies as the copy engine takes them: the encodings createpolicy gives for the
+// L2 eviction policies as TMA takes them: the encodings createpolicy gives for the
 // whole access.
 enum class CachePolicy : uint64_t {
   kEvictFirst = 0x12F0000000000000,
@@ -54,6 +54,12 @@ __device__ __forceinline__ void tma_store_commit() {
 template <int kPending>
 __device__ __forceinline__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// As tma_store_wait_read, until the copies are written.
+template <int kPending>
+__device__ __forceinline__ void tma_store_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 }  // namespace attnscope::ptx

@@ -1,19 +1,22 @@
 """Loads the compiled libraries of the package into torch, once, when the package is imported."""
 
 import json
+import os
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
 
+from attnscope.schemas import OPS
+
 PACKAGE = Path(__file__).parent
+# A build of the CUDA kernels to load in place of the package's, such as one with injected faults.
+CUDA_LIBRARY = Path(os.environ.get("ATTNSCOPE_CUDA_LIBRARY") or PACKAGE / "_C_cuda.so")
 REBUILD = "run `make build` or `pip install .` in the source tree"
-# What this Python calls, with the number of arguments; a library that has it otherwise was built
-# from other sources.
-OPS = {"forward": 13, "kernels": 0}
 
 
-def _load_library(name: str) -> None:
-    path = PACKAGE / f"{name}.so"
+def _load_library(name: str, path: Path | None = None) -> None:
+    path = path or PACKAGE / f"{name}.so"
     try:
         torch.ops.load_library(path)
     except OSError as error:
@@ -23,21 +26,26 @@ def _load_library(name: str) -> None:
         ) from error
 
 
-def _arguments(op: str) -> int | None:
+def _difference(op: str, schema: str) -> str | None:
+    """The first difference between the library's schema of an op and the one this Python calls."""
     if not hasattr(torch.ops.attnscope, op):
-        return None
-    return len(getattr(torch.ops.attnscope, op).default._schema.arguments)
+        return f"it has no op {op}"
+    expected = str(torch._C.parse_schema(f"attnscope::{op}{schema}")).split(", ")
+    compiled = str(getattr(torch.ops.attnscope, op).default._schema).split(", ")
+    for ours, theirs in zip_longest(expected, compiled, fillvalue="nothing"):
+        if ours != theirs:
+            return f"its op {op} must have {ours!r}, got {theirs!r}"
+    return None
 
 
 def _load() -> dict[str, str]:
     if not (PACKAGE / "_C.so").exists():
         raise ImportError(f"attnscope: {PACKAGE / '_C.so'} is not built; {REBUILD}")
     _load_library("_C")
-    for name, arguments in OPS.items():
-        if _arguments(name) != arguments:
+    for name, schema in OPS.items():
+        if difference := _difference(name, schema):
             raise ImportError(
-                f"attnscope: {PACKAGE / '_C.so'} is stale, it has no op {name} of {arguments} "
-                f"arguments; {REBUILD}"
+                f"attnscope: {PACKAGE / '_C.so'} is stale: {difference}. To rebuild it, {REBUILD}"
             )
     status = {"_C": "loaded"}
     if not (PACKAGE / "_C_cuda.so").exists():
@@ -45,7 +53,7 @@ def _load() -> dict[str, str]:
     elif torch.version.cuda is None:
         status["_C_cuda"] = "built, not loaded: this torch has no CUDA"
     else:
-        _load_library("_C_cuda")
+        _load_library("_C_cuda", CUDA_LIBRARY)
         status["_C_cuda"] = "loaded"
     return status
 

@@ -13,12 +13,14 @@ import typer
 # Command -> where it is, what it does.
 COMMANDS = {
     "bench": ("attnscope.bench.command:bench_command", "Time impls, gated by correctness."),
+    "host-time": ("attnscope.bench.host_time:host_time_command", "Time the CPU side of a call."),
     "check": ("attnscope.bench.command:check_command", "Compare impls with fp64."),
     "compare": ("attnscope.bench.compare:compare_command", "Compare two result files."),
     "plot": ("attnscope.bench.plots:plot_command", "Draw the figures of a result file."),
     "export": ("attnscope.bench.command:export_command", "Write a result file as CSV or parquet."),
     "profile": ("attnscope.profile.command:profile_command", "Show where GPU time went."),
     "timeline": ("attnscope.timeline.command:timeline_command", "Show a kernel from inside."),
+    "stress": ("attnscope.stress.command:stress_command", "Delay a kernel; look for wrong rows."),
     "kernels": ("attnscope.kernels:kernels_command", "Show what every CUDA kernel uses."),
     "env": ("attnscope.cli:env_command", "Show what is installed, what runs, what is missing."),
 }

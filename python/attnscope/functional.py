@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from attnscope import _load
-from attnscope.ops import check_are_tensors, check_forward
+from attnscope import _load, argument_checks, ops
+from attnscope.argument_checks import (
+    check_are_tensors,
+    check_contents,
+    check_forward,
+    reads_contents,
+)
+from attnscope.autograd import apply_functional, apply_with_grad, below_autograd
 
 _CUDA_STATUS = _load.library_status()["_C_cuda"]
 _FORWARD = torch.ops.attnscope.forward.default
+_functorch_level = torch._C._functorch.maybe_current_level
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
-# impl -> the device it needs (None: any) and the kernel it asks the op for.
-_IMPLS: dict[str | None, tuple[str | None, str]] = {
-    None: (None, "auto"),
-    "cpu": ("cpu", "auto"),
-    "cuda": ("cuda", "auto"),
-    "cuda-sm80": ("cuda", "sm80"),
-    "cuda-sm90": ("cuda", "sm90"),
-    "triton": (None, "auto"),
+# impl -> the device type that it needs (None: any) and the op's variant.
+_IMPLS: dict[str | None, tuple[str | None, int]] = {
+    None: (None, 0),
+    "cpu": ("cpu", 0),
+    "cuda": ("cuda", 0),
+    "cuda-sm80": ("cuda", 80),
+    "cuda-sm90": ("cuda", 90),
+    "triton": (None, 0),
 }
 
 
@@ -68,16 +76,17 @@ def attention(
     tensor copied first (NVTX range attnscope::copy). Memory grows linearly with Sq and Sk.
 
     Inside torch.autocast q, k and v are cast to the autocast dtype, as for torch's own attention.
-    There is no backward yet: calling one raises NotImplementedError.
 
     Raises:
-        ValueError, TypeError: an argument is not allowed; names it, its value and what is.
+        ValueError, TypeError: an argument is not allowed. The message names the argument, the rule
+            and the value. Nothing was launched.
         RuntimeError: the tensors are on CUDA and the CUDA kernels are not built or not loaded.
+        NotImplementedError: there is no backward yet, no forward-mode derivative and no vmap rule.
 
     The algorithm is FlashAttention's: online softmax over tiles of keys (Dao et al. 2022,
     arXiv:2205.14135; Dao 2023, arXiv:2307.08691).
     """
-    out, lse = _attention(q, k, v, {}, causal, window, scale, softcap, impl)
+    out, lse = _attention(q, k, v, None, causal, window, scale, softcap, impl)
     return (out, lse) if return_lse else out
 
 
@@ -119,13 +128,7 @@ def attention_varlen(
 
     Raises: as `attention`.
     """
-    check_are_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    packing = {
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
-    }
+    packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     out, lse = _attention(q, k, v, packing, causal, window, scale, softcap, impl)
     return (out, lse) if return_lse else out
 
@@ -134,64 +137,163 @@ def _attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    packing: dict[str, Any],
+    packing: tuple[Tensor, Tensor, int, int] | None,
     causal: bool,
     window: tuple[int, int],
     scale: float | None,
     softcap: float,
     impl: str | None,
 ) -> tuple[Tensor, Tensor]:
-    check_are_tensors(q=q, k=k, v=v)
-    q, k, v = _autocast(q, k, v)
-    if scale is None:
-        scale = 1.0 / math.sqrt(max(q.shape[-1], 1)) if q.ndim else 1.0
-    op, kernel = _select(impl, q)
-    check_forward(
-        q, k, v, scale=scale, window=window, softcap=softcap, kernel_name=kernel, **packing
-    )
+    """Call an impl's op in the cheapest way that gives what the caller can see.
+
+    The op checks its arguments. Only when it refuses them does `_check_call` name the reason.
+    """
+    if torch.compiler.is_compiling():
+        return _trace(q, k, v, packing, causal, window, scale, softcap, impl)
+    try:
+        op, variant = (_FORWARD, 0) if impl is None else _select(impl, q)
+        options: dict[str, Any] = {
+            "scale": 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+        }
+        # A keyword costs 0.2 us in the dispatcher: defaults are left out.
+        if causal is True:
+            options["causal"] = True
+        elif causal is not False:  # the dispatcher would take None for False
+            raise TypeError(f"causal must be a bool, got {causal!r}")
+        if window != (-1, -1):
+            options["window_left"], options["window_right"] = window
+        if softcap != 0:
+            options["softcap"] = softcap
+        if variant:
+            options["variant"] = variant
+        tensors: tuple[Any, ...] = (q, k, v)
+        if packing is not None:
+            *cu_seqlens, options["max_seqlen_q"], options["max_seqlen_k"] = packing
+            tensors = (q, k, v, *cu_seqlens)
+        if op is _FORWARD and _CUDA_STATUS != "loaded" and q.device.type == "cuda":
+            _refuse_cuda(q)
+        if (packing is not None or argument_checks.CHECK_CONTENTS) and reads_contents(q):
+            _check_call(q, k, v, packing, causal, window, scale, softcap, impl)
+        if forward_ad._current_level < 0:
+            if _functorch_level() is not None:
+                return apply_functional(op, (*tensors, None, None)[:5], options)
+            if type(q) is type(k) is type(v) is Tensor:
+                needs_grad = q.requires_grad or k.requires_grad or v.requires_grad
+                if not (needs_grad and torch.is_grad_enabled()):
+                    with below_autograd():
+                        return op(*tensors, **options)
+                if not _is_any_autocast_enabled():
+                    return apply_with_grad(op, tensors, options)
+        return op(*tensors, **options)
+    except Exception:
+        refusal = _explain(q, k, v, packing, causal, window, scale, softcap, impl)
+        if refusal is None:
+            raise
+        raise refusal from None
+
+
+def _trace(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: tuple[Tensor, Tensor, int, int] | None,
+    causal: bool,
+    window: tuple[int, int],
+    scale: float | None,
+    softcap: float,
+    impl: str | None,
+) -> tuple[Tensor, Tensor]:
+    """The call for a compiler: no question about a value that may be symbolic."""
+    op, variant = (_FORWARD, 0) if impl is None else _select(impl, q)
     left, right = window
+    options: dict[str, Any] = {"variant": variant} if variant else {}
+    tensors: tuple[Any, ...] = (q, k, v)
+    if packing is not None:
+        *cu_seqlens, options["max_seqlen_q"], options["max_seqlen_k"] = packing
+        tensors = (q, k, v, *cu_seqlens)
     return op(
-        q,
-        k,
-        v,
-        scale=scale,
+        *tensors,
+        scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
         causal=causal,
         window_left=left,
         window_right=right,
         softcap=softcap,
-        kernel_name=kernel,
-        **packing,
+        **options,
     )
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What autocast does to torch's own attention: floating point becomes the autocast dtype."""
-    device = tensors[0].device.type
-    if device not in ("cuda", "cpu") or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(t.to(dtype) if _is_cast(t) else t for t in tensors)
-
-
-def _is_cast(t: Tensor) -> bool:
-    return t.is_floating_point() and t.dtype != torch.float64
-
-
-def _select(impl: str | None, q: Tensor) -> tuple[Callable[..., tuple[Tensor, Tensor]], str]:
-    """The op that an impl means, and the kernel to ask of it."""
+def _select(impl: str, q: Tensor) -> tuple[Any, int]:
+    """The op of an impl, and its variant."""
     if impl not in _IMPLS:
-        names = ", ".join(repr(name) for name in _IMPLS)
-        raise ValueError(f"impl: is {impl!r}; allowed: {names}")
-    device, kernel = _IMPLS[impl]
+        raise ValueError(f"impl must be one of {', '.join(map(repr, _IMPLS))}, got {impl!r}")
+    device, variant = _IMPLS[impl]
     if device is not None and q.device.type != device:
-        raise ValueError(f"impl: {impl!r} takes {device} tensors; q is on {q.device}")
+        raise ValueError(f"q must be on {device} for impl {impl!r}, got {q.device}")
     if impl == "triton":
-        import attnscope.triton.forward  # noqa: F401  registers the op
+        from attnscope.triton.forward import OP
 
-        return torch.ops.attnscope_triton.forward.default, kernel
-    if q.device.type == "cuda" and _CUDA_STATUS != "loaded":
-        raise RuntimeError(
-            f"q: is on {q.device}, but the CUDA kernels are {_CUDA_STATUS}; {_load.REBUILD} where "
-            "nvcc is found, or pass impl='triton'"
-        )
-    return _FORWARD, kernel
+        return OP, variant
+    return _FORWARD, variant
+
+
+def _refuse_cuda(q: Tensor) -> NoReturn:
+    raise RuntimeError(
+        f"q must be on the CPU, got {q.device}: the CUDA kernels are {_CUDA_STATUS}. Pass "
+        f"impl='triton', or {_load.REBUILD} where nvcc is found"
+    )
+
+
+def _check_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: tuple[Tensor, Tensor, int, int] | None,
+    causal: bool,
+    window: tuple[int, int],
+    scale: float | None,
+    softcap: float,
+    impl: str | None,
+) -> None:
+    """Raise TypeError or ValueError if the arguments of a call are not allowed.
+
+    Reads the contents of tensors where argument_checks.reads_contents allows it.
+    """
+    check_are_tensors(q=q, k=k, v=v)
+    if q.device.type in ops.AUTOCAST_DEVICES and torch.is_autocast_enabled(q.device.type):
+        q, k, v = ops.cast_for_autocast(q, k, v)
+    if not isinstance(window, (tuple, list)):
+        raise TypeError(f"window must be two ints, (left, right), got {window!r}")
+    if len(window) != 2:
+        raise ValueError(f"window must be (left, right), got {window!r}")
+    cu_seqlens_q, cu_seqlens_k, *longest = (None, None, 0, 0) if packing is None else packing
+    if packing is not None:
+        check_are_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    lengths: Any = dict(zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True))
+    dtypes = argument_checks.TRITON_DTYPES if impl == "triton" else argument_checks.DTYPES
+    if scale is None:
+        scale = 1.0 / math.sqrt(max(q.shape[-1], 1)) if q.ndim else 1.0
+    check_forward(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        scale=scale,
+        causal=causal,
+        window_left=window[0],
+        window_right=window[1],
+        softcap=softcap,
+        dtypes=dtypes,
+        **lengths,
+    )
+    if reads_contents(q):
+        check_contents(q, k, v, cu_seqlens_q, cu_seqlens_k, **lengths)
+
+
+def _explain(*call: Any) -> Exception | None:
+    """The exception that names the argument for which an op refused a call; None if none does."""
+    try:
+        _check_call(*call)
+    except (TypeError, ValueError) as refusal:
+        return refusal
+    return None

@@ -5,8 +5,6 @@ the two), the bench and the checks emit the phases. Strings are registered, so n
 them without NSYS_NVTX_PROFILER_REGISTER_ONLY=0.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -35,17 +33,27 @@ def _attributes(name: str) -> Any:
     return _domain().get_event_attributes(message=_domain().get_registered_string(name))
 
 
-@contextmanager
-def nvtx_range(name: str) -> Iterator[None]:
-    """Push a range in the project's domain for the duration of the block.
+class _Range:
+    """A context manager without state, so that one object serves all blocks of a name."""
+
+    def __init__(self, name: str) -> None:
+        self._push, self._pop = _domain().push_range, _domain().pop_range
+        self._event = _attributes(name)
+
+    def __enter__(self) -> None:
+        self._push(self._event)
+
+    def __exit__(self, *exception: object) -> None:
+        self._pop()
+
+
+@cache
+def nvtx_range(name: str) -> _Range:
+    """Push a range in the project's domain for the duration of the `with` block.
 
     `name` is one of this module's constants: registered strings live as long as the process, so
     anything that varies (a shape, an impl) does not belong in it. Raises ValueError otherwise.
     """
     if name not in (known := OPS + TRITON_OPS + PHASES):
-        raise ValueError(f"name: {name!r} is no range of this project; one of {known}")
-    _domain().push_range(_attributes(name))
-    try:
-        yield
-    finally:
-        _domain().pop_range()
+        raise ValueError(f"name must be one of {', '.join(known)}, got {name!r}")
+    return _Range(name)

@@ -12,11 +12,12 @@ CXX = shutil.which("g++")
 HOPPER = """
 #include "kernels/sm90_forward/config.cuh"
 using namespace attnscope::sm90;
-constexpr const ForwardTile& tile(int head_dim, int rows, bool causal, int heads = 1000) {
-  return kForwardTiles[choose_forward(head_dim, rows, heads, heads, 1, causal).row];
+constexpr const ForwardTile& tile(int head_dim, int rows, bool causal, int heads = 1000,
+                                  int sms = 132) {
+  return kForwardTiles[choose_forward(head_dim, rows, heads, heads, 1, causal, false, sms).row];
 }
 constexpr bool grouped(int head_dim, int block_m, int log2) {
-  const ForwardChoice choice = choose_forward(head_dim, 16, 32, 4, 64, true);
+  const ForwardChoice choice = choose_forward(head_dim, 16, 32, 4, 64, true, false, 132);
   return kForwardTiles[choice.row].block_m == block_m && choice.grouping == log2;
 }
 constexpr bool every_tile_fits() {
@@ -36,14 +37,14 @@ static_assert(tile(72, 1, false).head_dim == 96 && tile(96, 1 << 30, true).head_
 static_assert(tile(104, 1, false).head_dim == 128 && tile(128, 1 << 30, true).head_dim == 128);
 static_assert(tile(136, 1, false).head_dim == 192 && tile(192, 1 << 30, true).head_dim == 192);
 static_assert(tile(200, 1, false).head_dim == 256 && tile(256, 1 << 30, true).head_dim == 256);
-static_assert(choose_forward(264, 1, 8, 8, 1, false).row == -1, "no tile is that wide");
+static_assert(choose_forward(264, 1, 8, 8, 1, false, false, 132).row == -1, "no tile is that wide");
 static_assert(tile(64, 512, true).block_m == 256 && tile(64, 1 << 14, true).block_m == 192);
 static_assert(tile(128, 2048, true).block_m == 192 && tile(128, 2048, false).block_m == 192);
 static_assert(tile(64, 64, false).block_m == 64 && tile(64, 129, false).block_m == 256);
-static_assert(tile(64, 65, true).own_heads == 2 && tile(64, 128, false).own_heads == 2);
-static_assert(tile(64, 128, true, 1).own_heads == 1, "no other head to share the tile with");
+static_assert(tile(64, 65, true).heads_per_tile == 2 && tile(64, 128, false).heads_per_tile == 2);
+static_assert(tile(64, 128, true, 1).heads_per_tile == 1, "no other head to share the tile with");
 static_assert(tile(64, 128, true, 32).block_m == 64, "16 tiles of 256 rows for 64 of 64");
-static_assert(kForwardTiles[choose_forward(64, 128, 8, 8, 64, true, true).row].block_m == 64);
+static_assert(kForwardTiles[choose_forward(64, 128, 8, 8, 64, true, true, 132).row].block_m == 64);
 static_assert(tile(128, 256, true).block_m == 128, "two of 192 leave a third empty");
 static_assert(tile(128, 257, true).block_m == 192);
 static_assert(tile(64, 512, true, 65).block_m == 256, "130 tiles; 520 of 64 rows: four rounds");
@@ -52,12 +53,15 @@ static_assert(tile(64, 1024, true, 32).block_m == 256, "no smaller ones end soon
 static_assert(tile(128, 512, true, 16).block_m == 64 && tile(128, 512, true, 40).block_m == 192);
 static_assert(tile(128, 1 << 14, false, 1).block_m == 128, "128 tiles, or 256 in two rounds");
 static_assert(tile(128, 100, true, 66).block_m == 64 && tile(128, 100, true, 67).block_m == 128);
+static_assert(tile(64, 512, true, 65, 66).block_m == 256, "two rounds of 66 SMs");
+static_assert(tile(64, 512, true, 32, 64).block_m == 256, "64 tiles of 256 rows fill 64 SMs");
+static_assert(choose_grouping(1, 32, 8, 4, 114) == 2, "128 heads are too many for 114 SMs");
 static_assert(tile(256, 1, true, 1).block_m == 128, "no tile is smaller");
 static_assert(grouped(64, 64, 3) && grouped(128, 128, 3) && grouped(96, 192, 3));
-static_assert(choose_grouping(64, 32, 8, 64) == 2 && choose_grouping(65, 32, 8, 64) == 0);
-static_assert(choose_grouping(1, 32, 8, 4) == 0, "every head has a multiprocessor");
-static_assert(choose_grouping(1, 12, 1, 64) == 2 && choose_grouping(1, 7, 1, 64) == 0);
-static_assert(choose_grouping(1, 64, 1, 64) == 4 && choose_grouping(1, 0, 0, 64) == 0);
+static_assert(choose_grouping(64, 32, 8, 64, 132) == 2 && choose_grouping(65, 32, 8, 64, 132) == 0);
+static_assert(choose_grouping(1, 32, 8, 4, 132) == 0, "every head has a multiprocessor");
+static_assert(choose_grouping(1, 12, 1, 64, 132) == 2 && choose_grouping(1, 7, 1, 64, 132) == 0);
+static_assert(choose_grouping(1, 64, 1, 64, 132) == 4 && choose_grouping(1, 0, 0, 64, 132) == 0);
 static_assert(tile(64, 0, true, 0).block_m == 64, "an empty call has a tile");
 static_assert(tile(128, 0, true, 0).head_dim == 128);
 """

@@ -14,9 +14,9 @@ from forward_cases import CASES, OP_CALLS, op_call
 from helpers import HEAD_DIMS, LENGTHS, MASKS, Target, assert_matches, assert_workload_passes
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnscope import attention, attention_varlen, ops
+from attnscope import argument_checks, attention, attention_varlen
+from attnscope.attention_flops import forward_flops
 from attnscope.numerics import KINDS
-from attnscope.ops import forward_flops
 
 pytestmark = pytest.mark.gpu
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -253,7 +253,7 @@ def test_device_that_is_not_the_current_one(bf16_target):
 @TWO_GPUS
 def test_devices_that_differ(bf16_target):
     q, k, v = bf16_target.qkv(1, 20, 20, 4, 2)
-    with pytest.raises(ValueError, match="k: is on cuda:1; allowed: q's device, cuda:0"):
+    with pytest.raises(ValueError, match="k must be on q's device cuda:0, got cuda:1"):
         bf16_target(q, k.to("cuda:1"), v)
 
 
@@ -339,23 +339,65 @@ def test_autocast_casts_like_torch_does(bf16_target):
 
 def test_input_that_the_kernels_do_not_take(bf16_target):
     q, k, v = bf16_target.qkv(1, 8, 8, 2, 2)
-    with pytest.raises(
-        TypeError, match="q: dtype is torch.float64; allowed on cuda: torch.bfloat16"
-    ):
+    with pytest.raises(TypeError, match="q must have one of the dtypes .* on cuda, got torch.flo"):
         bf16_target(q.double(), k.double(), v.double())
-    with pytest.raises(
-        TypeError, match="k: dtype is torch.float32; allowed: q's dtype, torch.bflo"
-    ):
+    with pytest.raises(TypeError, match="k must have q's dtype torch.bfloat16, got torch.float32"):
         bf16_target(q, k.float(), v)
-    with pytest.raises(ValueError, match="k: is on cpu; allowed: q's device, cuda:0"):
+    with pytest.raises(ValueError, match="k must be on q's device cuda:0, got cpu"):
         bf16_target(q, k.cpu(), v)
-    with pytest.raises(ValueError, match="q: head dim is 512; allowed: multiples of 8 up to 256"):
+    with pytest.raises(ValueError, match="q must be on cuda for impl|k must be on q's device cpu"):
+        bf16_target(q.cpu(), k, v)
+    with pytest.raises(ValueError, match="k must be on q's device cpu, got cuda:0"):
+        attention(q.cpu(), k, v)
+    with pytest.raises(ValueError, match="head dim that is a multiple of 8 up to 256, got 512"):
         bf16_target(*bf16_target.qkv(1, 8, 8, 2, 2, 512))
     cu = bf16_target.cu_seqlens(0, 8)
-    with pytest.raises(ValueError, match="cu_seqlens_k: is on cpu; allowed: q's device, cuda:0"):
+    with pytest.raises(ValueError, match="cu_seqlens_k must be on q's device cuda:0, got cpu"):
         bf16_target(q[0], k[0], v[0], cu, cu.cpu(), 8, 8)
-    with pytest.raises(ValueError, match="impl: 'cpu' takes cpu tensors; q is on cuda:0"):
+    with pytest.raises(ValueError, match="q must be on cpu for impl 'cpu', got cuda:0"):
         attention(q, k, v, impl="cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scale": 7e-46}, "scale must be 0 or a normal float32 number"),
+        ({"softcap": 1e-40}, "softcap must be 0 or a normal float32 number"),
+        ({"window": (-2, 0)}, "window must be"),
+    ],
+)
+def test_options_that_the_kernels_do_not_take(bf16_target, options, message):
+    with pytest.raises(ValueError, match=message):
+        bf16_target(*bf16_target.qkv(1, 8, 8, 2, 2), **options)
+
+
+def test_sizes_beyond_32_bits_are_refused(bf16_target):
+    q = bf16_target.randn(1, 1, 1, 8)
+    with pytest.raises(ValueError, match="batch \\* heads_q must be <= 2147483647, got 2293760000"):
+        bf16_target(*[q.expand(70000, 1, 32768, 8)] * 3)
+    with pytest.raises(ValueError, match="k must have <= 2147482624 rows of a sequence"):
+        bf16_target(q, *[q.expand(1, 2**31, 1, 8)] * 2)
+
+
+@pytest.mark.sm90
+def test_the_sm90_kernel_says_what_it_cannot_run():
+    target = Target("cuda-sm90", "cuda", BF16)
+    q, k, v = target.qkv(1, 8, 8, 2, 2)
+    with pytest.raises(RuntimeError, match="variant must be 0 or 80 for this call, got 90: "):
+        target(q, k[:, :1].expand(-1, 8, -1, -1), v)
+    assert target.op(q, k, v, scale=0.1, variant=80)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_modes_of_autograd(bf16_target, grad):
+    q, k, v = bf16_target.qkv(2, 70, 70, 4, 2)
+    want, _ = bf16_target(q, k, v)
+    out, _ = bf16_target(q.clone().requires_grad_(grad), k, v)
+    assert out.requires_grad == grad and torch.equal(out, want)
+    with torch.inference_mode():
+        assert torch.equal(bf16_target(q, k, v)[0], want)
+    with pytest.raises(NotImplementedError, match="has no forward-mode derivative"):
+        torch.func.jvp(lambda a: bf16_target(q, k, a)[0], (v,), (v,))
 
 
 def test_contents_of_cu_seqlens_are_checked_on_request(bf16_target, monkeypatch):
@@ -363,11 +405,42 @@ def test_contents_of_cu_seqlens_are_checked_on_request(bf16_target, monkeypatch)
     cu = bf16_target.cu_seqlens(0, 6, 3, 8)
     out = attention_varlen(q, k, v, cu, cu, 8, 8, impl=bf16_target.impl)
     assert out.isfinite().all()
-    monkeypatch.setattr(ops, "CHECK_CONTENTS", True)
-    with pytest.raises(
-        ValueError, match="cu_seqlens_q: goes from 6 to 3 at 2; allowed: no decrease"
-    ):
+    monkeypatch.setattr(argument_checks, "CHECK_CONTENTS", True)
+    with pytest.raises(ValueError, match="cu_seqlens_q must not decrease, got 6, 3 at 2"):
         attention_varlen(q, k, v, cu, cu, 8, 8, impl=bf16_target.impl)
+
+
+def test_triton_launches_follow_every_fact_of_a_call():
+    """Calls that differ in one fact each, in an order that would reuse a wrong launch."""
+    target = _target("triton", BF16)
+    q, k, v = target.qkv(2, 70, 70, 4, 2)
+    buffer = torch.empty(q.numel() + 1, dtype=BF16, device="cuda")
+    shifted = buffer[1:].view(q.shape).copy_(q)
+    other = torch.cuda.Stream()
+    for _ in range(3):
+        for options in ({}, {"causal": True}, {"window": (3, 5)}, {"scale": 0.3}, {"softcap": 2.0}):
+            assert_matches(*target(q, k, v, **options), q, k, v, **options)
+        assert torch.equal(target(shifted, k, v)[0], target(q, k, v)[0])
+        half = [x.half() for x in (q, k, v)]
+        assert_matches(*target(*half), *half)
+        assert_matches(*target(q[:, :33], k, v), q[:, :33], k, v)
+        last = q.mT.contiguous().mT
+        assert torch.equal(target(last, k, v)[0], target(q, k, v)[0])
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            on_other = target(q, k, v)[0]
+        torch.cuda.current_stream().wait_stream(other)
+        assert torch.equal(on_other, target(q, k, v)[0])
+
+
+@TWO_GPUS
+def test_triton_launches_on_each_device():
+    target = _target("triton", BF16)
+    q, k, v = target.qkv(1, 70, 70, 2, 2)
+    want = target(q, k, v)[0]
+    for _ in range(2):
+        assert torch.equal(target(*(x.to("cuda:1") for x in (q, k, v)))[0].cpu(), want.cpu())
+        assert torch.equal(target(q, k, v)[0], want)
 
 
 @pytest.mark.sanitizer

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnscope import attention, attention_varlen
+from attnscope.attention_flops import forward_flops, visible_pairs
 from attnscope.bench.workloads import Workload
-from attnscope.ops import forward_flops, visible_pairs
 
 TARGET = Target(None, "cpu", torch.float32)
 FORWARD = TARGET.op

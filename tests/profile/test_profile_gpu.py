@@ -76,7 +76,7 @@ def sdpa(q: torch.Tensor) -> Any:
 OPS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "cuda": (lambda q: attention(q, q, q, causal=True), "attnscope::forward"),
     "cuda-sm80": (
-        lambda q: torch.ops.attnscope.forward(q, q, q, scale=0.1, causal=True, kernel_name="sm80"),
+        lambda q: torch.ops.attnscope.forward(q, q, q, scale=0.1, causal=True, variant=80),
         "attnscope::forward",
     ),
     "triton": (

@@ -45,9 +45,9 @@ class Target:
         return namespace.forward.default
 
     @property
-    def forced(self) -> dict[str, str]:
+    def forced(self) -> dict[str, int]:
         """The options with which the op runs the implementation and no other."""
-        return {"kernel_name": "sm80"} if self.impl == "cuda-sm80" else {}
+        return {"variant": 80} if self.impl == "cuda-sm80" else {}
 
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device).to(self.dtype)

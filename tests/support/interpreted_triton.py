@@ -78,5 +78,7 @@ def test_backward_says_that_there_is_none():
 
 def test_float64_is_refused():
     q = torch.zeros(1, 4, 2, 64, dtype=torch.float64)
-    with pytest.raises(TypeError, match="q: dtype is torch.float64; allowed .*torch.float32"):
+    with pytest.raises(
+        TypeError, match="q must have one of the dtypes .*torch.float32 on cpu, got torch.float64"
+    ):
         attention(q, q, q, impl="triton")

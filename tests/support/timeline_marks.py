@@ -12,7 +12,7 @@ from attnscope.timeline.recording import Recording, rows_of_block
 
 TILE = {
     "head_dim": 128, "block_m": 128, "block_n": 128, "q_stages": 1, "stages": 2, "blocks_per_sm": 1,
-    "consumers": 2, "keep_scores": 1, "heads": 1,
+    "consumers": 2, "scores_live": 1, "heads": 1,
 }  # fmt: skip
 FACTS: dict[str, Any] = {
     "workload": {
@@ -73,7 +73,7 @@ class Buffer:
 
 # What a consumer marks in a tile even without key blocks of its own, the last two after the rest.
 ALWAYS = ("AwaitTile", "Prepare", "AwaitQ", "SkipFirst", "SkipLast", "Epilogue")
-FIRST_BLOCK = ("AwaitK", "IssueScores", "AwaitScores", "Softmax", "AwaitV", "AwaitNextK")
+FIRST_BLOCK = ("AwaitK", "IssueScores", "AwaitScores", "Softmax", "AwaitNextK")
 LAST_OUTPUT = ("AwaitLastV", "IssueOutput", "AwaitOutput")
 
 

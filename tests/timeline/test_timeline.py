@@ -48,7 +48,7 @@ def labels(track: Track) -> list[str]:
     ],
 )
 def test_states_are_those_of_the_kernel(struct, states):
-    (body,) = re.findall(rf"struct {struct} {{\n  enum : int {{(.*?)}};", MARKS, re.DOTALL)
+    (body,) = re.findall(rf"struct {struct} {{\n  enum Mark : int {{(.*?)}};", MARKS, re.DOTALL)
     names = re.findall(r"\bk(\w+)( = \d+)?", re.sub(r"//.*", "", body))
     notes = [at for at, (_, value) in enumerate(names) if value] or [len(names)]
     assert [name for name, _ in names[: notes[0]]] == [state.mark for state in states]
@@ -84,7 +84,7 @@ def test_every_state_is_read_in_the_order_and_for_the_time_it_was_in():
         assert cycles == marks.CYCLES.get(name.partition(".")[2], 10)
     assert track.tile.tolist() == [0] * len(first) + [1] * len(second) + [2]
     assert track.step[len(first) :].tolist() == (
-        [-1] * 4 + [0] * 6 + [1] * 8 + [2] * 8 + [-1] * 5 + [-1]
+        [-1] * 4 + [0] * 5 + [1] * 8 + [2] * 8 + [-1] * 5 + [-1]
     )
     assert (track.begin[1:] == track.end[:-1]).all()
     assert track.begin[0] == 155  # although the clock's low word goes round in between
@@ -98,9 +98,9 @@ def test_blocks_that_only_others_see_have_no_marks_of_their_own():
     second = [*BEFORE, *FIRST_BLOCK, *RAISED_STEP, *STEP, *LAST_OUTPUT, *AFTER]
     assert labels(track) == [*BEFORE, *AFTER, *second, "tile.AwaitTile"]
     # Counted from the first block of the tile, so that it is the same for all consumers.
-    assert track.step[6:].tolist() == [-1] * 4 + [2] * 6 + [3] * 9 + [4] * 8 + [-1] * 5 + [-1]
+    assert track.step[6:].tolist() == [-1] * 4 + [2] * 5 + [3] * 9 + [4] * 8 + [-1] * 5 + [-1]
     found = costs(track)
-    assert found["begin"].tolist() == [7 * 10 + 300 + 500] and found["end"].tolist() == [60]
+    assert found["begin"].tolist() == [6 * 10 + 300 + 500] and found["end"].tolist() == [60]
     assert found["epilogue"].tolist() == [400] and found["between"].tolist() == [10, 10, 10]
     assert (len(found["step"]), len(found["step_raised"])) == (0, 1)  # from the second block on
     summary, blocks = analyse(made), 1 + 3 + 4 + 5
@@ -131,7 +131,7 @@ def test_own_blocks_of_rows_that_are_heads_of_a_query():
 def test_own_blocks_of_heads_with_rows_of_their_own():
     made = marks.recording([[3]], consumers=2, block_n=64)
     blocks = made.own_blocks(0)[0, 0]
-    made.facts["tile"] = made.facts["tile"] | {"own_heads": 2}
+    made.facts["tile"] = made.facts["tile"] | {"heads_per_tile": 2}
     assert made.own_blocks(0).tolist() == [[blocks, blocks]]  # the same rows of two heads
     made.facts["workload"] = made.facts["workload"] | {"heads_q": 1}
     assert made.own_blocks(0).tolist() == [[blocks, 0]]
@@ -287,7 +287,7 @@ def test_costs_of_steps_and_tiles():
     usual = 4 * 10 + 300 + 500 + 40 + 20
     assert found["step"] == [usual, usual]
     assert found["step_raised"] == [usual - 500 + 30 + 10]
-    assert found["begin"] == [7 * 10 + 300 + 500] * 2
+    assert found["begin"] == [6 * 10 + 300 + 500] * 2
     assert found["end"] == [60, 60]
     assert found["epilogue"] == [400, 400]
     assert found["between"] == [10, 10, 10]
@@ -481,7 +481,7 @@ def test_the_instrumented_library_has_the_same_tiles(built):
     normal = [t for t in json.loads(torch.ops.attnscope.kernels()) if t["kernel"] == "sm90_forward"]
     calls = [(t["head_dim"], rows, batch, 2, 2, causal) for t in normal for batch in (1, 1000)
              for rows in (1, 100, 200, 1000, 1 << 20) for causal in (False, True)]  # fmt: skip
-    chosen = [kernel.tile(*call) for call in calls]
+    chosen = [kernel.tile(*call, 132) for call in calls]
     assert {tuple(t[n] for n in names) for t in chosen} == {
         tuple(t[n] for n in names) for t in normal
     }
@@ -489,8 +489,8 @@ def test_the_instrumented_library_has_the_same_tiles(built):
     for tile in chosen:
         assert threads[tile["head_dim"], tile["block_m"]] == 128 * (tile["consumers"] + 1)
     with pytest.raises(ValueError, match="head_dim: 264 is served by no tile"):
-        kernel.tile(264, 128, 1, 1, 1, False)
-    assert kernel.tile(64, 16, 64, 8, 2, True)["heads"] == 4
+        kernel.tile(264, 128, 1, 1, 1, False, 132)
+    assert kernel.tile(64, 16, 64, 8, 2, True, 132)["heads"] == 4
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="no nm")

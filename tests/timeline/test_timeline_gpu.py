@@ -92,8 +92,8 @@ def test_the_shapes_are_of_all_tiles(built):
 
 def test_every_tile_with_keys_is_recorded_once_with_its_key_blocks(recorded):
     work, made = recorded
-    names = ("block_m", "block_n", "heads", "own_heads")
-    block_m, block_n, group, own_heads = (made.facts["tile"][name] for name in names)
+    names = ("block_m", "block_n", "heads", "heads_per_tile")
+    block_m, block_n, group, heads_per_tile = (made.facts["tile"][name] for name in names)
     seen = []
     for at in range(len(made.blocks)):
         for (head, batch, row, *_, end_row), blocks in zip(
@@ -104,7 +104,7 @@ def test_every_tile_with_keys_is_recorded_once_with_its_key_blocks(recorded):
     wanted = [
         (b, h, first, end)
         for b in range(work.batch)
-        for h in range(0, work.heads_q, group * own_heads)
+        for h in range(0, work.heads_q, group * heads_per_tile)
         for first, end in rows_of_tiles(work.seqlen_q * group, block_m)
         if visible_blocks(work, first // group, -(-end // group), block_n)
     ]
@@ -115,8 +115,8 @@ def test_every_tile_with_keys_is_recorded_once_with_its_key_blocks(recorded):
 def test_every_role_marks_every_tile_and_step_in_order(recorded):
     """`track` refuses marks that are missing, that run backwards or that no tile calls for."""
     work, made = recorded
-    names = ("block_n", "heads", "consumers", "own_heads")
-    block_n, group, count, own_heads = (made.facts["tile"][name] for name in names)
+    names = ("block_n", "heads", "consumers", "heads_per_tile")
+    block_n, group, count, heads_per_tile = (made.facts["tile"][name] for name in names)
     for at in range(len(made.blocks)):
         assert len(set(made.tile_counts[at])) == 1
         _, producer, _, *consumers = made.tracks(at)
@@ -127,8 +127,8 @@ def test_every_role_marks_every_tile_and_step_in_order(recorded):
             issues = track.tile[track.of("tile.IssueScores", "step.IssueScores")]
             own = []
             for head, _, first, *_, end in made.notes(at).tolist():
-                begin = first + 64 * (number % (count // own_heads))
-                if head + number // (count // own_heads) >= work.heads_q:
+                begin = first + 64 * (number % (count // heads_per_tile))
+                if head + number // (count // heads_per_tile) >= work.heads_q:
                     begin = end  # the last tile of a sequence lacks a head
                 last = -(-min(begin + 64, end) // group)
                 own.append(

@@ -6,26 +6,26 @@
 namespace attnscope::sm90 {
 
 struct ForwardTile {
-  int head_dim;       // rounded up; smaller head dims are zero-filled by the copy engine
-  int block_m;        // query rows of a head in a tile, 64 a consumer warpgroup
-  int block_n;        // keys of one step
-  int q_stages;       // Q tiles in flight: the present one and the next, or one
-  int stages;         // K and V tiles in flight
-  int blocks_per_sm;  // at a time
-  int own_heads;      // heads of a tile, each with rows and keys of its own
-  bool keep_scores;   // through the softmax; else they are computed again when the maximum rose
-  int over_rows;      // serves calls of more than so many query rows
-  int full_rows;      // and of no more than so many,
-  int causal_rows;    // causal ones of no more than so many
+  int head_dim;        // rounded up; TMA fills smaller head dims with zeros
+  int block_m;         // query rows per head, 64 a consumer warpgroup
+  int block_n;         // keys of one step
+  int q_stages;        // buffers for Q: this tile's and the next one's, or one
+  int stages;          // buffers for K, and as many for V
+  int blocks_per_sm;   // resident at a time
+  int heads_per_tile;  // heads with rows and keys of their own
+  bool scores_live;    // keep S through the softmax; otherwise recompute S if the row max rises
+  int min_queries;     // exclusive; 0: none
+  int max_queries;     // not causal
+  int max_queries_causal;
   const char* reason;
 
-  // As they lie in shared memory: column blocks of 64.
+  // In shared memory: column blocks of 64.
   constexpr int columns() const { return (head_dim + 63) / 64 * 64; }
-  constexpr int consumers() const { return own_heads * block_m / 64; }
+  constexpr int consumers() const { return heads_per_tile * block_m / 64; }
   // Column blocks of O on the way out.
   constexpr int out_stages() const { return columns() > 64 ? 2 : 1; }
   constexpr int threads() const { return 128 * (consumers() + 1); }
-  // A thread's registers: what the feeding warps can spare goes to the consumers.
+  // Registers of a thread: what the producer warpgroup can spare goes to the consumers.
   constexpr int producer_registers() const { return consumers() == 2 ? 24 : 32; }
   constexpr int consumer_registers() const {
     const int launched = 65536 / (blocks_per_sm * threads()) / 8 * 8;
@@ -34,15 +34,18 @@ struct ForwardTile {
     return each < 240 ? each : 240;
   }
   constexpr int shared_bytes() const {
-    return 2 * columns() * own_heads * (q_stages * block_m + 2 * stages * block_n) +  // Q, K, V
-           2 * 64 * own_heads * block_m * out_stages() + 1024;  // O on its way, barriers
+    return 2 * columns() * heads_per_tile *
+               (q_stages * block_m + 2 * stages * block_n) +  // Q, K, V
+           2 * 64 * heads_per_tile * block_m * out_stages() +
+           1024;  // O on its way, barriers
   }
 };
 
-inline constexpr int kAnyRows = INT_MAX;
+inline constexpr int kAnyQueries = INT_MAX;
 // Reasons: TFLOP/s, or the geometric mean of the speed over the best peer's, on an H200
 // (docs/perf-log.md).
-// Not inline: that would be one table for all libraries of a process, whichever was loaded first.
+// Deliberately not `inline`: the dynamic linker would merge the tables of two builds loaded in one
+// process, such as the instrumented one.
 constexpr ForwardTile kForwardTiles[] = {
     {64, 128, 64, 2, 3, 1, 2, false, 64, 128, 128,
      "S = 128, causal: 246, 123; 64 rows of one head, three blocks an SM: 207, 102"},
@@ -50,37 +53,37 @@ constexpr ForwardTile kForwardTiles[] = {
      "causal S = 512, 1024: 278, 373; 192 rows of 128 keys: 241, 327"},
     {64, 64, 64, 2, 3, 3, 1, true, 0, 128, 128,
      "causal S = 128: 97; 128 rows of 128 keys, one block an SM: 86"},
-    {64, 192, 128, 2, 3, 1, 1, false, 0, kAnyRows, kAnyRows,
+    {64, 192, 128, 2, 3, 1, 1, false, 0, kAnyQueries, kAnyQueries,
      "S = 8192: 587; 256 rows of 64 keys: 560"},
-    {96, 192, 64, 1, 4, 1, 1, true, 0, kAnyRows, kAnyRows,
+    {96, 192, 64, 1, 4, 1, 1, true, 0, kAnyQueries, kAnyQueries,
      "over FlashAttention-3 1.09; 128 rows of 128 keys 1.03, as head dim 128 1.01"},
-    {128, 192, 64, 1, 4, 1, 1, true, 256, kAnyRows, kAnyRows,
+    {128, 192, 64, 1, 4, 1, 1, true, 256, kAnyQueries, kAnyQueries,
      "S = 2048, causal 1024: 714, 466; 128 rows of 128 keys: 681, 446"},
     {128, 64, 64, 2, 2, 2, 1, true, 0, 64, 64,
      "S = 64: 123, causal 62; 128 rows of 64 keys: 114, 55; few tiles: 16 heads, S = 512: 144"},
-    {128, 128, 64, 2, 4, 1, 1, true, 0, kAnyRows, kAnyRows,
+    {128, 128, 64, 2, 4, 1, 1, true, 0, kAnyQueries, kAnyQueries,
      "S = 128, 256, causal: 241, 392, 121, 205; 128 keys, one Q: 233, 382, 115, 191"},
-    {192, 128, 64, 1, 3, 1, 1, true, 0, kAnyRows, kAnyRows,
+    {192, 128, 64, 1, 3, 1, 1, true, 0, kAnyQueries, kAnyQueries,
      "over FlashAttention-3 1.05; 96 keys 1.02, as head dim 256 0.85"},
-    {256, 128, 64, 1, 2, 1, 1, true, 0, kAnyRows, kAnyRows, "1.04; 80 keys, scores not kept: 0.98"},
+    {256, 128, 64, 1, 2, 1, 1, true, 0, kAnyQueries, kAnyQueries,
+     "1.04; 80 keys, scores not kept: 0.98"},
 };
 inline constexpr int kForwardTileCount = sizeof(kForwardTiles) / sizeof(kForwardTiles[0]);
 inline constexpr int kMaxConsumers = 4;
-inline constexpr int kMultiprocessors = 132;  // of an H100 or H200
-inline constexpr int kEagerKeys = 256;        // up to here tiles are taken ahead
-inline constexpr int kGroupedQueries = 64;    // calls of up to so many may have heads grouped
+inline constexpr int kPrefetchKeys = 256;   // calls with at most this many keys prefetch tiles
+inline constexpr int kGroupedQueries = 64;  // calls with at most this many queries may group heads
 
-// The power of two of query heads that lie side by side in a tile: as many as may of those that
-// share a key head, where tiles would else be mostly empty and too many to all run at once. O
-// leaves 16 rows at a time, so there are at most 16.
-constexpr int choose_grouping(int queries, int heads_q, int heads_kv, long long batch) {
-  if (queries > kGroupedQueries || batch * heads_q <= kMultiprocessors) return 0;
+// The base-2 logarithm of the query heads side by side in a tile. Heads of one key head are grouped
+// where tiles would be mostly empty and too many to all run at once. At most 16: O leaves 16 rows
+// at a time.
+constexpr int choose_grouping(int queries, int heads_q, int heads_kv, long long batch, int sms) {
+  if (queries > kGroupedQueries || batch * heads_q <= sms) return 0;
   int log2 = 0;
   while (log2 < 4 && heads_q / heads_kv % (2 << log2) == 0) ++log2;
   return log2;
 }
 
-// The head dim of the rows that serve one: rounded up; 0 if none does.
+// The head dim of the table that serves a head dim: rounded up; 0 if there is none.
 constexpr int tile_head_dim(int head_dim) {
   for (const ForwardTile& t : kForwardTiles) {
     if (head_dim <= t.head_dim) return t.head_dim;
@@ -88,56 +91,55 @@ constexpr int tile_head_dim(int head_dim) {
   return 0;
 }
 
-// Of the rows for a head dim of the table the one with the largest tile of one head and up to
-// `most` query rows; -1 if there is none.
-constexpr int largest_tile(int head_dim, int most) {
-  int found = -1;
+// The row with the largest block_m up to `max_rows` for a head dim of the table, among rows of one
+// head per tile; -1 if there is none.
+constexpr int largest_tile(int head_dim, int max_rows) {
+  int best = -1;
   for (int i = 0; i < kForwardTileCount; ++i) {
     const ForwardTile& t = kForwardTiles[i];
-    if (t.head_dim != head_dim || t.block_m > most || t.own_heads > 1) continue;
-    if (found < 0 || t.block_m > kForwardTiles[found].block_m) found = i;
+    if (t.head_dim != head_dim || t.block_m > max_rows || t.heads_per_tile > 1) continue;
+    if (best < 0 || t.block_m > kForwardTiles[best].block_m) best = i;
   }
-  return found;
+  return best;
 }
 
-// The one row for a head dim of the table that grouped heads may come to; the others are spared the
-// arithmetic.
+// The one row for a head dim of the table that serves grouped heads; the other rows are compiled
+// without the arithmetic.
 constexpr int grouped_tile(int head_dim) {
-  const int found = largest_tile(head_dim, 128);
-  return found >= 0 ? found : largest_tile(head_dim, kAnyRows);
+  const int row = largest_tile(head_dim, 128);
+  return row >= 0 ? row : largest_tile(head_dim, kAnyQueries);
 }
 
-// How a call is served: by which row of the table (-1: none), and with 1 << grouping heads in a
-// tile.
+// What serves a call: a row of the table (-1: none), with 1 << grouping heads side by side.
 struct ForwardChoice {
   int row;
   int grouping;
 };
 
-// The first row that takes so many queries (tiles of several heads: of a dense call that has them);
-// but where its tiles would leave multiprocessors idle, the one that leaves the fewest query rows
-// to the busiest, of those with tiles no larger.
+// The first row whose bounds include the call (rows of several heads: a dense call that has them).
+// Where its tiles would leave SMs idle: the row with the fewest query rows on the busiest SM, among
+// rows with tiles no larger.
 constexpr ForwardChoice choose_forward(int head_dim, int queries, int heads_q, int heads_kv,
-                                       long long batch, bool causal, bool packed = false) {
+                                       long long batch, bool causal, bool packed, int sms) {
   const int dim = tile_head_dim(head_dim);
-  const int grouping = choose_grouping(queries, heads_q, heads_kv, batch);
+  const int grouping = choose_grouping(queries, heads_q, heads_kv, batch, sms);
   if (grouping > 0) return {grouped_tile(dim), grouping};
   int row = -1;
   for (int i = 0; i < kForwardTileCount && row < 0; ++i) {
     const ForwardTile& t = kForwardTiles[i];
-    const int most = causal ? t.causal_rows : t.full_rows;
-    const bool enough = queries > t.over_rows || t.over_rows == 0;
-    const bool fits = t.own_heads == 1 || (!packed && heads_q >= t.own_heads);
-    if (t.head_dim == dim && enough && fits && queries <= most) row = i;
+    const int max_queries = causal ? t.max_queries_causal : t.max_queries;
+    const bool enough = queries > t.min_queries || t.min_queries == 0;
+    const bool has_heads = t.heads_per_tile == 1 || (!packed && heads_q >= t.heads_per_tile);
+    if (t.head_dim == dim && enough && has_heads && queries <= max_queries) row = i;
   }
-  const auto rounds = [&](int i) {  // of tiles, a tile an SM
+  const auto waves = [&](int i) {  // with one tile per SM
     const ForwardTile& t = kForwardTiles[i];
-    const int heads = (heads_q + t.own_heads - 1) / t.own_heads;
+    const int heads = (heads_q + t.heads_per_tile - 1) / t.heads_per_tile;
     const long long tiles = ((queries - 1LL) / t.block_m + 1) * batch * heads;
-    return (tiles + kMultiprocessors - 1) / kMultiprocessors;
+    return (tiles + sms - 1) / sms;
   };
-  const auto rows = [&](int i) { return rounds(i) * kForwardTiles[i].consumers() * 64; };
-  if (row >= 0 && rounds(row) <= 1) {
+  const auto rows = [&](int i) { return waves(i) * kForwardTiles[i].consumers() * 64; };
+  if (row >= 0 && waves(row) <= 1) {
     for (int i = row; i >= 0; i = largest_tile(dim, kForwardTiles[i].block_m - 1)) {
       if (rows(i) < rows(row)) row = i;
     }

@@ -16,7 +16,7 @@ struct Lane {
 };
 
 struct SchedulerTile {
-  enum : int {
+  enum Mark : int {
     kAwaitRequest,  // the producer has not asked for it yet
     kTake,          // takes its number from the counter
     kAwaitSlot,     // the consumers still read the one two before
@@ -34,15 +34,15 @@ struct SchedulerTile {
 };
 
 struct ProducerTile {
-  enum : int { kAwaitTile };
+  enum Mark : int { kAwaitTile };
 };
 
 struct ProducerStep {
-  enum : int { kAwaitKSlot, kIssueK, kAwaitVSlot, kIssueV };
+  enum Mark : int { kAwaitKSlot, kIssueK, kAwaitVSlot, kIssueV };
 };
 
 struct QueriesTile {
-  enum : int {
+  enum Mark : int {
     kAwaitTile,
     kAwaitSlot,  // the first consumer is not done with its rows of the tile before
     kIssue,      // to that one, then to the others as they are done
@@ -53,7 +53,7 @@ struct QueriesTile {
 // both belong to the tile, as do the blocks that only other consumers' rows see. Steps are its own
 // blocks after the first. A consumer without any marks nothing from kAwaitK to kAwaitOutput.
 struct ConsumerTile {
-  enum : int {
+  enum Mark : int {
     kAwaitTile,
     kPrepare,
     kAwaitQ,
@@ -62,7 +62,6 @@ struct ConsumerTile {
     kIssueScores,
     kAwaitScores,
     kSoftmax,
-    kAwaitV,
     kAwaitNextK,
     kAwaitLastV,
     kIssueOutput,
@@ -73,7 +72,7 @@ struct ConsumerTile {
 };
 
 struct ConsumerStep {
-  enum : int {
+  enum Mark : int {
     kIssueScores,
     kAwaitV,
     kIssueOutput,

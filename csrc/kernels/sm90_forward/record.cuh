@@ -10,18 +10,19 @@
 
 #define ATTNSCOPE_EXPORT extern "C" __attribute__((visibility("default")))
 
-// The tile that serves a call: head_dim, block_m, block_n, q_stages, stages, blocks_per_sm,
-// consumers, keep_scores, how many query heads lie side by side in it, and how many have rows and
-// keys of their own. False where none does.
+// The tile that serves a call on a device of `sms` multiprocessors: head_dim, block_m, block_n,
+// q_stages, stages, blocks_per_sm, consumers, scores_live, query heads side by side,
+// heads_per_tile. False where none does.
 ATTNSCOPE_EXPORT bool attnscope_timeline_tile(int head_dim, int seqlen_q, int batch, int heads_q,
-                                              int heads_kv, bool causal, int* tile) {
+                                              int heads_kv, bool causal, int sms, int* tile) {
   using namespace attnscope::sm90;
-  const ForwardChoice choice = choose_forward(head_dim, seqlen_q, heads_q, heads_kv, batch, causal);
+  const ForwardChoice choice =
+      choose_forward(head_dim, seqlen_q, heads_q, heads_kv, batch, causal, false, sms);
   if (choice.row < 0) return false;
   const ForwardTile& t = kForwardTiles[choice.row];
   const int values[] = {
       t.head_dim,      t.block_m,     t.block_n,     t.q_stages,           t.stages,
-      t.blocks_per_sm, t.consumers(), t.keep_scores, 1 << choice.grouping, t.own_heads};
+      t.blocks_per_sm, t.consumers(), t.scores_live, 1 << choice.grouping, t.heads_per_tile};
   std::copy(std::begin(values), std::end(values), tile);
   return true;
 }

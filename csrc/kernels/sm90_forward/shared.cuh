@@ -1,17 +1,21 @@
 // What the roles share: the configuration, the arguments, shared memory and its barriers.
 #pragma once
 
-#include <cuda.h>
-
 #include "attn/block_range.cuh"
 #include "attn/divisor.h"
+#include "attn/faults.cuh"
+#include "attn/grouping.h"
 #include "attn/params.h"
+#include "attn/ring.cuh"
 #include "attn/score_scales.h"
 #include "attn/seqlen.cuh"
+#include "attn/tensor_map.h"
 #include "attn/tile_counter.h"
 #include "attn/tile_order.cuh"
 #include "kernels/sm90_forward/config.cuh"
 #include "kernels/sm90_forward/marks.cuh"
+#include "ptx/address.cuh"
+#include "ptx/mbarrier.cuh"
 
 namespace attnscope::sm90 {
 
@@ -27,55 +31,72 @@ struct ForwardConfig {
   static constexpr int kOutStages = kTile.out_stages();
   static constexpr int kBlocksPerSm = kTile.blocks_per_sm;
   static constexpr int kConsumers = kTile.consumers();
-  static constexpr int kOwnHeads = kTile.own_heads;
-  static constexpr int kHeadConsumers = kConsumers / kOwnHeads;  // of one of them
+  static constexpr int kHeadsPerTile = kTile.heads_per_tile;
+  static constexpr int kHeadConsumers = kConsumers / kHeadsPerTile;  // per head
   static constexpr int kThreads = kTile.threads();
   static constexpr int kProducerRegisters = kTile.producer_registers();
   static constexpr int kConsumerRegisters = kTile.consumer_registers();
   static constexpr int kColumns = kTile.columns();
-  static constexpr int kQBytes = 2 * 64 * kColumns;          // of a consumer
+  static constexpr int kQBytes = 2 * 64 * kColumns;          // per consumer
   static constexpr int kTileBytes = 2 * kBlockN * kColumns;  // of K or V
   static constexpr int kRowBytes = 128;  // one swizzled row of a 64-element column block
-  static constexpr bool kKeepScores = kTile.keep_scores;
+  static constexpr bool kScoresLive = kTile.scores_live;
   static constexpr bool kTakesGroups =
       kForwardTiles[grouped_tile(kHeadDim)].block_m == kTile.block_m;
 
-  static_assert(kOwnHeads == 1 || !kTakesGroups, "heads have rows of their own or share them");
+  // Which head of the tile a consumer works on, and which 64 rows of that head.
+  static __device__ __forceinline__ int head_of(int consumer) {
+    return kHeadsPerTile == 1 ? 0 : consumer / kHeadConsumers;
+  }
+  static __device__ __forceinline__ int unit_of(int consumer) {
+    return kHeadsPerTile == 1 ? consumer : consumer % kHeadConsumers;
+  }
+
+  static_assert(kHeadsPerTile == 1 || !kTakesGroups, "heads have rows of their own or share them");
   static_assert(kTile.head_dim == kHeadDim, "the tile table has no such row");
   static_assert(kHeadDim % 16 == 0, "a product is 16 deep");
   static_assert(kBlockN % 16 == 0, "keys are consumed 16 at a time");
-  static_assert(kConsumers >= 1 && kConsumers <= kMaxConsumers, "what Work has room for");
+  static_assert(kConsumers >= 1 && kConsumers <= kMaxConsumers, "TileWork has room for these");
 };
 
-// One tile of query rows, worked out once for all roles.
-struct alignas(128) Work {
-  bool stop;      // no tile: the block is done
-  bool clears;    // V holds rows that no query of the tile may see
-  int head;       // of q, the first of those in the tile
-  int head_kv;    // of that one
-  int batch;      // of the tensors; 0 when packed
-  int q_row;      // of the tensors, where the tile begins
-  int k_row;      // of the tensors, where the keys begin
-  int first_row;  // of the sequence, where the tile begins: Grouping
-  int end_row;    // of the sequence, where it ends: Grouping
+// One tile of query rows, described once for all roles. Blocks are blocks of keys.
+struct alignas(128) TileWork {
+  bool stop;      // no tile is left
+  int head;       // the first query head of the tile
+  int head_kv;    // its key head
+  int batch;      // index into the tensors; 0 when packed
+  int q_row;      // row of the tensors where the tile begins
+  int k_row;      // row of the tensors where the keys begin
+  int first_row;  // row of the sequence (see Grouping) where the tile begins
+  int end_row;    // row of the sequence where the tile ends
   int seqlen_k;
   int shift;                           // seqlen_k - seqlen_q
-  int first_key;                       // before it no row of the tile sees any
-  BlockRange range;                    // what the tile visits
-  BlockRange consumer[kMaxConsumers];  // what each consumer's rows do: a part of it
+  int first_key;                       // no row of the tile sees a key before it
+  BlockRange range;                    // the blocks that any row of the tile sees
+  BlockRange consumer[kMaxConsumers];  // the blocks that a consumer's 64 rows see
 };
 
-inline constexpr int kMostTiles = INT_MAX / 2;  // of a call, so that sums of two fit
+inline constexpr int kMostTiles = INT_MAX / 2;  // of a call, so that the sum of two fits an int
 
-// The scheduler's place among the tiles: in shared memory, since its registers are few.
+// The scheduler's place among the tiles. In shared memory, since the scheduler has few registers.
 struct TileQueue {
-  int tiles;        // taken before
-  int index;        // of the tile
-  int sequence;     // that it is of
-  int m_block;      // and which of its tiles it is
-  int batch;        // packed: of the first of the 32 sequences that are looked at
+  int tiles;        // handed out by this thread block
+  int round;        // tiles asked for by this thread block
+  int index;        // of the tile, in the order of the call
+  int sequence;     // the tile's sequence
+  int m_block;      // the tile's place in that sequence
+  int batch;        // packed: the first of the 32 sequences whose tiles are counted
   int through[33];  // packed: tiles before each of them, and through the last
 };
+
+#ifdef ATTNSCOPE_FAULTS
+// A copy that waits for its time. The producer fills it, the checker's warp issues it.
+struct LateCopy {
+  int ready;
+  int is_k, stage, row, head, head_kv, batch;
+  uint32_t full, start, cycles;
+};
+#endif
 
 // Barriers are named by the event that completes them.
 template <class Config>
@@ -84,51 +105,39 @@ struct ForwardShared {
   static constexpr int kStages = Config::kStages;
   static constexpr int kTiles = 2;  // one in work, one being fetched
   alignas(1024) Element q[Config::kQStages][Config::kConsumers][64 * Config::kColumns];
-  alignas(1024) Element k[kStages][Config::kOwnHeads][Config::kBlockN * Config::kColumns];
-  alignas(1024) Element v[kStages][Config::kOwnHeads][Config::kBlockN * Config::kColumns];
-  alignas(1024)
-      Element o[Config::kConsumers * 4][Config::kOutStages][16 * 64];  // of a warp, on the way out
+  alignas(1024) Element k[kStages][Config::kHeadsPerTile][Config::kBlockN * Config::kColumns];
+  alignas(1024) Element v[kStages][Config::kHeadsPerTile][Config::kBlockN * Config::kColumns];
+  // A warp's O on the way out.
+  alignas(1024) Element o[Config::kConsumers * 4][Config::kOutStages][16 * 64];
   uint64_t q_full[Config::kQStages][Config::kConsumers],
       q_empty[Config::kQStages][Config::kConsumers];
   uint64_t k_full[kStages], k_empty[kStages];
   uint64_t v_full[kStages], v_empty[kStages];
+  uint64_t v_landed[kStages];  // only V that is checked before it is full
   uint64_t tile_full[kTiles], tile_empty[kTiles], tile_wanted;
-  Work tile[kTiles];
+  TileWork tile[kTiles];
+  int v_not_finite[kTiles];  // V had NaN or infinity where a row of the tile does not see it
   TileQueue queue;
+#ifdef ATTNSCOPE_FAULTS
+  LateCopy late_copy;
+#endif
 };
 
-// Query heads that share a key head may lie side by side in a tile: then a row of the tile is a
-// pair of a query and one of 1 << log2 heads, and a sequence has as many times its queries in rows.
-struct Grouping {
-  int log2;
-
-  __host__ __device__ int rows(int queries) const { return queries << log2; }
-  __host__ __device__ int query(int row) const { return row >> log2; }
-  __host__ __device__ int head(int row) const { return row & ((1 << log2) - 1); }
-};
-
-// [batch, head, row, dim] in boxes of [rows, 64]. A dimension without a stride (an expanded tensor)
-// has size 1 in the map and step 0: its coordinate is always 0. Q and O have [batch, group of
-// heads, row, head of the group, dim] in boxes of [rows, heads, 64].
-struct TensorMap {
-  CUtensorMap map;
-  int head_step;
-  int batch_step;
-};
-
-// What every kernel argument block holds.
 struct ForwardArguments {
   TensorMap q, k, v, out;
   ForwardParams params;
   TileOrder order;
   ScoreScales scores;
   Grouping grouping;
-  Divisor heads;          // of q, groups of them counted once
-  Divisor heads_per_key;  // of q for each of k and v
-  int tiles;              // dense: how many; packed: at most so many
-  bool eager;             // tiles are taken ahead
+  Divisor heads;          // groups of query heads
+  Divisor heads_per_key;  // query heads of a key head
+  int tiles;              // dense: how many; packed: at most
+  bool prefetch_tiles;    // take tiles as soon as there is room for them
   bool packed;
-  TileCounter* counter;
+  bool checks_values;    // V of boundary blocks is checked: see values.cuh
+  TileCounter* counter;  // null: a static schedule, by the two numbers that follow
+  int section_tiles;     // tiles whose lengths fall from the first to the last
+  int section_rounds;    // rounds of one tile a block that a section takes
 };
 
 template <class Config>
@@ -136,13 +145,19 @@ __device__ __forceinline__ Grouping grouping(const ForwardArguments& a) {
   return Config::kTakesGroups ? a.grouping : Grouping{0};
 }
 
-// Use number `count` of a ring of buffers: which buffer, and the parity of its barriers' phase.
-template <int kStages>
-struct Slot {
-  int stage;
-  int parity;
-  __device__ __forceinline__ explicit Slot(int count)
-      : stage(count % kStages), parity(count / kStages & 1) {}
-};
+// The key head of head number `i` of a tile.
+template <class Config>
+__device__ __forceinline__ int key_head(const ForwardArguments& a, const TileWork& w, int i) {
+  static_assert(Config::kHeadsPerTile <= 2,
+                "the second head has the first one's key head, or next");
+  if (Config::kHeadsPerTile == 1) return w.head_kv;
+  return w.head_kv + (w.head + i >= (w.head_kv + 1) * a.heads_per_key.divisor);
+}
+
+// Whether V of a block is checked before it counts as full.
+__device__ __forceinline__ bool is_checked(const ForwardArguments& a, const TileWork& w,
+                                           int block) {
+  return a.checks_values && (block < w.range.full_begin || block >= w.range.full_end);
+}
 
 }  // namespace attnscope::sm90

@@ -64,7 +64,6 @@ CONSUMER_TILE = (
     State("IssueScores", "issue first S", ISSUE, scores=True),
     State("AwaitScores", "wait for first S", TENSOR_WAIT, scores=True),
     State("Softmax", "first softmax", SOFTMAX),
-    State("AwaitV", "wait for first V", LOAD_WAIT),
     State("AwaitNextK", "wait for second K", LOAD_WAIT),
     State("AwaitLastV", "wait for last V", LOAD_WAIT),
     State("IssueOutput", "issue last P V", ISSUE, output=True),

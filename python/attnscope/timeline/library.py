@@ -23,7 +23,7 @@ SOURCES = ("csrc/kernels/sm90_forward/launch.cu", "csrc/attn/tile_counter.cu")
 FOLDERS = ("csrc/ptx", "csrc/attn", "csrc/kernels/sm90_forward")
 TILE_FIELDS = (
     "head_dim", "block_m", "block_n", "q_stages", "stages", "blocks_per_sm", "consumers",
-    "keep_scores", "heads", "own_heads",
+    "scores_live", "heads", "heads_per_tile",
 )  # fmt: skip
 
 
@@ -105,7 +105,7 @@ class Instrumented:
         self._library = ctypes.CDLL(str(path))
         pointer, integer, flag = ctypes.c_void_p, ctypes.c_int, ctypes.c_bool
         self._tile = self._library.attnscope_timeline_tile
-        self._tile.argtypes = [integer] * 5 + [flag, ctypes.POINTER(integer)]
+        self._tile.argtypes = [integer] * 5 + [flag, integer, ctypes.POINTER(integer)]
         self._tile.restype = flag
         self._buffer = self._library.attnscope_timeline_buffer
         self._buffer.argtypes = [pointer, integer, integer, integer]
@@ -117,14 +117,17 @@ class Instrumented:
         self._forward.restype = ctypes.c_char_p
 
     def tile(
-        self, head_dim: int, seqlen_q: int, batch: int, heads_q: int, heads_kv: int, causal: bool
-    ) -> dict[str, int]:
-        """The tile that serves a call, by `TILE_FIELDS`: heads are those side by side in it.
+        self, head_dim: int, seqlen_q: int, batch: int, heads_q: int, heads_kv: int, causal: bool,
+        sms: int,
+    ) -> dict[str, int]:  # fmt: skip
+        """The tile that serves a call on a device of `sms` multiprocessors, by `TILE_FIELDS`.
+
+        "heads" are the query heads side by side in the tile.
 
         Raises ValueError where none does.
         """
         values = (ctypes.c_int * len(TILE_FIELDS))()
-        if not self._tile(head_dim, seqlen_q, batch, heads_q, heads_kv, causal, values):
+        if not self._tile(head_dim, seqlen_q, batch, heads_q, heads_kv, causal, sms, values):
             raise ValueError(f"head_dim: {head_dim} is served by no tile of the Hopper kernel")
         return dict(zip(TILE_FIELDS, values, strict=True))
 

@@ -149,7 +149,7 @@ class Recording:
             for name in ("first_row", "end_row")
         )
         consumers = np.arange(tile["consumers"])
-        of_head = consumers.size // tile.get("own_heads", 1)
+        of_head = consumers.size // tile.get("heads_per_tile", 1)
         first = begin_row + layout.ROWS * (consumers % of_head)
         end = np.minimum(first + layout.ROWS, end_row)
         head = self.notes(at)[:, layout.TILE_NOTES.index("head"), None] + consumers // of_head

@@ -37,12 +37,12 @@ def record(work: Any, device: torch.device, seed: int = 0) -> Recording:
     with torch.cuda.device(device):
         kernel = Instrumented(library)
         heads = work.heads_q, work.heads_kv
-        tile = kernel.tile(work.head_dim, work.seqlen_q, work.batch, *heads, work.causal)
         sms = torch.cuda.get_device_properties(device).multi_processor_count
+        tile = kernel.tile(work.head_dim, work.seqlen_q, work.batch, *heads, work.causal, sms)
         most_blocks = sms * tile["blocks_per_sm"]
         lanes = layout.CONSUMER + tile["consumers"]
         rows = work.seqlen_q * tile["heads"]
-        heads_of_tiles = -(-work.heads_q // (tile["heads"] * tile["own_heads"]))
+        heads_of_tiles = -(-work.heads_q // (tile["heads"] * tile["heads_per_tile"]))
         tiles = work.batch * heads_of_tiles * -(-rows // tile["block_m"])
         mean_tiles = -(-tiles // min(tiles, most_blocks))
         per_tile = -(-work.seqlen_k // tile["block_n"])
@@ -55,7 +55,7 @@ def record(work: Any, device: torch.device, seed: int = 0) -> Recording:
 
         def normal() -> Any:
             options = {"scale": work.head_dim**-0.5, "causal": work.causal}
-            return torch.ops.attnscope.forward(q, k, v, **options, kernel_name="sm90")
+            return torch.ops.attnscope.forward(q, k, v, **options, variant=90)
 
         def instrumented() -> Any:
             return kernel.forward(q, k, v, work.causal)

@@ -1,33 +1,28 @@
 """attnscope_triton::forward: the schema and the meaning of attnscope::forward, in Triton.
 
-Takes CUDA tensors (bfloat16, float16, float32); with TRITON_INTERPRET=1 in the environment before
-the first import, CPU tensors as well, slowly.
+Takes CUDA tensors (bfloat16, float16); with TRITON_INTERPRET=1 in the environment before the first
+import, CPU tensors as well (float32 too), slowly.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
-from torch.utils.flop_counter import register_flop_formula
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from attnscope import ops, ranges
+from attnscope.argument_checks import TRITON_DTYPES, check_forward
+from attnscope.schemas import TRITON_FORWARD
 from attnscope.triton.forward_kernel import forward_kernel
 from attnscope.triton.interpreter import INTERPRETED
+from attnscope.triton.launcher import KernelCache
 
-_SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, *, "
-    "float scale, int max_seqlen_q=0, int max_seqlen_k=0, bool causal=False, int window_left=-1, "
-    'int window_right=-1, float softcap=0.0, str kernel_name="auto") -> (Tensor out, Tensor lse)'
-)
 _LOG2E = math.log2(math.e)
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Tile(NamedTuple):
@@ -62,11 +57,70 @@ def _is_large(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
+class Launch(NamedTuple):
+    """What a call gives the kernel beside its tensors; depends on shapes, strides and options."""
+
+    programs: int
+    numbers: tuple[Any, ...]  # strides, lengths, window and score scales
+    constants: dict[str, Any]  # the kernel's constexprs
+    options: dict[str, int]  # num_warps and num_stages
+
+
+def plan_launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    scale: float,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+) -> Launch:
+    """The launch for tensors that `_readable` returned. Raises ValueError for too many programs."""
+    (*_, rows_q, heads_q, head_dim), (*_, rows_k, heads_kv, head_dim_v) = q.shape, v.shape
+    packed = cu_seqlens_q is not None
+    batch, seqlen_q, seqlen_k = q.shape[0], rows_q, rows_k
+    if cu_seqlens_q is not None:
+        batch = cu_seqlens_q.shape[0] - 1
+        seqlen_q = torch.sym_min(max_seqlen_q, rows_q)
+        seqlen_k = torch.sym_min(max_seqlen_k, rows_k)
+    config, padded, padded_v = tile(head_dim, head_dim_v, _is_large(q.device))
+    blocks_m = -(-seqlen_q // config.block_m)
+    programs = batch * heads_q * blocks_m
+    if guard_or_false(programs >= 2**31):
+        raise ValueError(
+            f"q must have < 2^31 tiles of {config.block_m} rows of a head, got {programs}. Split "
+            "the batch over several calls"
+        )
+    # A bound that reaches every key is none; the sums in the kernel then stay in 32 bits.
+    left, right = (
+        -1 if guard_or_false(bound >= seqlen_q + seqlen_k) else bound
+        for bound in (window_left, 0 if causal else window_right)
+    )
+    scores, inner_scale, cap, outer_scale = _score_scales(scale, softcap)
+    integers = (
+        *_strides(q), *_strides(k), *_strides(v),
+        rows_q, rows_k, seqlen_q, seqlen_k, heads_q, heads_q // heads_kv, blocks_m, left, right,
+    )  # fmt: skip
+    constants = dict(
+        PACKED=packed, HAS_LEFT=bool(left != -1), HAS_RIGHT=bool(right != -1), SCORES=scores,
+        D=int(head_dim), DV=int(head_dim_v), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        BLOCK_D=padded, BLOCK_DV=padded_v,
+    )  # fmt: skip
+    resources = dict(num_warps=config.num_warps, num_stages=config.num_stages)
+    return Launch(programs, (*integers, inner_scale, cap, outer_scale), constants, resources)
+
+
 # An interpreted kernel cannot be traced, so there the op is opaque to the compiler.
 _register = torch.library.custom_op if INTERPRETED else torch.library.triton_op
 
 
-@_register("attnscope_triton::forward", mutates_args=(), schema=_SCHEMA)
+@_register("attnscope_triton::forward", mutates_args=(), schema=TRITON_FORWARD)
 def forward(
     q: Tensor,
     k: Tensor,
@@ -81,79 +135,121 @@ def forward(
     window_left: int = -1,
     window_right: int = -1,
     softcap: float = 0.0,
-    kernel_name: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """As attnscope::forward (csrc/binding/library.cpp). Raises as attnscope.ops.check_forward."""
-    _check(q, kernel_name)
-    with _scope(q):
-        packed = cu_seqlens_q is not None
-        out, lse = _outputs(q, v, packed)
-        dtype = q.dtype
-        if INTERPRETED and dtype == torch.bfloat16:  # the interpreter multiplies its bit patterns
-            q, k, v, out = q.float(), k.float(), v.float(), out.float()
-        q, k, v = _readable(q), _readable(k), _readable(v)
-        (*_, rows_q, heads_q, head_dim), (*_, rows_k, heads_kv, head_dim_v) = q.shape, v.shape
-        batch, seqlen_q, seqlen_k = q.shape[0], rows_q, rows_k
-        if cu_seqlens_q is not None:
-            batch = cu_seqlens_q.shape[0] - 1
-            seqlen_q, seqlen_k = min(max_seqlen_q, rows_q), min(max_seqlen_k, rows_k)
-        config, padded, padded_v = tile(head_dim, head_dim_v, _is_large(q.device))
-        blocks_m = -(-seqlen_q // config.block_m)
-        programs = batch * heads_q * blocks_m
-        if programs >= 2**31:
-            raise ValueError(f"q: {programs} tiles of {config.block_m} rows; allowed: below 2^31")
-        if programs == 0:
-            return out.to(dtype), lse
-        # A bound that reaches every key is none; the sums in the kernel then stay in 32 bits.
-        left, right = (
-            -1 if bound >= seqlen_q + seqlen_k else bound
-            for bound in (window_left, 0 if causal else window_right)
-        )
-        scores, inner_scale, cap, outer_scale = _score_scales(scale, softcap)
-        launch = forward_kernel if INTERPRETED else torch.library.wrap_triton(forward_kernel)
-        launch[(programs,)](
-            q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k,
-            *_strides(q), *_strides(k), *_strides(v),
-            rows_q, rows_k, seqlen_q, seqlen_k, heads_q, heads_q // heads_kv, blocks_m,
-            left, right, inner_scale, cap, outer_scale,
-            PACKED=packed, HAS_LEFT=bool(left >= 0), HAS_RIGHT=bool(right >= 0), SCORES=scores,
-            D=int(head_dim), DV=int(head_dim_v), BLOCK_D=padded, BLOCK_DV=padded_v,
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-            num_warps=config.num_warps, num_stages=config.num_stages,
-        )  # fmt: skip
+    """As attnscope::forward (csrc/binding/library.cpp), traced or interpreted.
+
+    Raises as attnscope.argument_checks.check_forward.
+    """
+    options: dict[str, Any] = dict(
+        scale=scale, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal,
+        window_left=window_left, window_right=window_right, softcap=softcap,
+    )  # fmt: skip
+    _check(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+    out, lse = _outputs(q, v, cu_seqlens_q)
+    dtype = q.dtype
+    if INTERPRETED and dtype == torch.bfloat16:  # the interpreter multiplies its bit patterns
+        q, k, v, out = q.float(), k.float(), v.float(), out.float()
+    q, k, v = _readable(q), _readable(k), _readable(v)
+    launch = plan_launch(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+    if guard_or_false(launch.programs == 0):
         return out.to(dtype), lse
+    kernel = forward_kernel if INTERPRETED else torch.library.wrap_triton(forward_kernel)
+    kernel[(launch.programs,)](
+        q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *launch.numbers,
+        **launch.constants, **launch.options,
+    )  # fmt: skip
+    return out.to(dtype), lse
 
 
-@contextmanager
-def _scope(q: Tensor) -> Iterator[None]:
-    """The NVTX range of the call, and its device; neither while a compiler traces it."""
-    if is_fake(q):
-        yield
-        return
-    with ranges.nvtx_range(ranges.TRITON_FORWARD), torch.cuda.device_of(q):
-        yield
+class _Plan(NamedTuple):
+    """A checked call: a later one with the same key runs the same launch without new checks."""
+
+    copied: bool  # some input is copied first
+    wide: bool  # some integer takes 64 bits
+    launch: Launch
 
 
-def _outputs(q: Tensor, v: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
-    out, lse = ops._fake_forward(q, q, v)
-    if packed:  # rows of no segment are rows without keys, and no program visits them
+_MAX_PLANS = 4096
+_PLANS: dict[Any, _Plan] = {}
+_KERNELS = KernelCache(forward_kernel)
+
+
+def _forward_cuda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """The op on real CUDA tensors: the Python work of a call is done once for each key."""
+    with ranges.nvtx_range(ranges.TRITON_FORWARD):
+        device = q.get_device()
+        if device == torch.cuda.current_device():
+            return _launch(device, q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+        with torch.cuda.device(device):
+            return _launch(device, q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+
+
+def _launch(
+    device: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    key: tuple[Any, ...] = (
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, *options.items(),
+    )  # fmt: skip
+    for cu_seqlens in (cu_seqlens_q, cu_seqlens_k):
+        if cu_seqlens is not None:
+            key += (cu_seqlens.shape, cu_seqlens.stride(), cu_seqlens.dtype, cu_seqlens.device)
+    plan = _PLANS.get(key)
+    if plan is None:
+        _check(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+        given, (q, k, v) = (q, k, v), (_readable(q), _readable(k), _readable(v))
+        launch = plan_launch(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+        copied = any(a is not b for a, b in zip((q, k, v), given, strict=True))
+        plan = _Plan(copied, max(map(int, launch.numbers[:-3])) >= 2**31, launch)
+        if len(_PLANS) >= _MAX_PLANS:
+            _PLANS.clear()
+        _PLANS[key] = plan
+    elif plan.copied:
+        q, k, v = _readable(q), _readable(k), _readable(v)
+    out, lse = _outputs(q, v, cu_seqlens_q)
+    if plan.launch.programs > 0:
+        tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+        if plan.wide:
+            _KERNELS.launch_uncached(plan.launch, tensors)
+        else:
+            _KERNELS.launch(device, plan.launch, tensors)
+    return out, lse
+
+
+def _outputs(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    out, lse = ops.empty_outputs(q, v)
+    if cu_seqlens is not None:  # rows of no segment are rows without keys; no program visits them
         out.zero_()
         lse.fill_(-math.inf)
     return out, lse
 
 
-def _check(q: Tensor, kernel_name: str) -> None:
-    if kernel_name != "auto":
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    options: dict[str, Any],
+) -> None:
+    check_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, dtypes=TRITON_DTYPES, **options)
+    if q.device.type == "cpu" and not INTERPRETED:
         raise ValueError(
-            f"kernel_name: is {kernel_name!r}; allowed for attnscope_triton::forward: 'auto'"
-        )
-    if q.dtype not in _DTYPES:
-        allowed = ", ".join(map(str, _DTYPES))
-        raise TypeError(f"q: dtype is {q.dtype}; allowed for attnscope_triton::forward: {allowed}")
-    if q.device.type != "cuda" and not INTERPRETED:
-        raise ValueError(
-            f"q: is on {q.device}; attnscope_triton::forward takes CUDA tensors, and CPU tensors "
-            "where TRITON_INTERPRET=1 is in the environment"
+            "q must be on CUDA for attnscope_triton::forward, got cpu. Set TRITON_INTERPRET=1 in "
+            "the environment before the first import to interpret the kernel on the CPU"
         )
 
 
@@ -186,7 +282,13 @@ def _score_scales(scale: float, softcap: float) -> tuple[str, float, float, floa
     return "scaled", scale * _LOG2E, 0.0, 1.0  # the maximum is not that of q k
 
 
-forward.register_fake(ops._fake_forward)
-forward.register_autograd(ops._no_backward)
-forward.register_vmap(ops._no_vmap)
-register_flop_formula(torch.ops.attnscope_triton.forward, get_raw=True)(ops.forward_flop_formula)
+def _fake(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    return ops.fake_forward(*tensors, dtypes=TRITON_DTYPES, **options)
+
+
+OP = torch.ops.attnscope_triton.forward.default
+_LIBRARY = torch.library.Library("attnscope_triton", "IMPL")
+forward.register_fake(_fake)
+ops.register(OP, _LIBRARY, "AutogradCUDA", "AutogradCPU", "AutogradMeta")
+if not INTERPRETED:
+    _LIBRARY.impl(OP, _forward_cuda, "CUDA")

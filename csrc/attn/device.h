@@ -1,0 +1,51 @@
+// What the host asks of a device once and keeps. Host only.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <cstdint>
+
+namespace attnscope {
+
+inline constexpr int kMaxDevices = 64;
+
+struct DeviceFacts {
+  int device;  // -1: unknown
+  int major;   // compute capability
+  int sms;
+};
+
+// The current device. CUDA is asked for its attributes on the first call only.
+inline DeviceFacts current_device() {
+  static std::atomic<int> known[kMaxDevices];  // 0: not yet; otherwise major << 16 | sms
+  int device = -1;
+  if (cudaGetDevice(&device) != cudaSuccess || device < 0 || device >= kMaxDevices) {
+    return {-1, 0, 0};
+  }
+  int packed = known[device].load(std::memory_order_relaxed);
+  if (packed == 0) {
+    int major = 0, sms = 0;
+    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
+        cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
+      return {-1, 0, 0};
+    }
+    packed = major << 16 | sms;
+    known[device].store(packed, std::memory_order_relaxed);
+  }
+  return {device, packed >> 16, packed & 0xffff};
+}
+
+// Lets a kernel use `bytes` of dynamic shared memory on a device; CUDA is asked once per device.
+// `allowed` is the kernel's own, static: bit i is device i.
+inline cudaError_t allow_shared_memory(const void* kernel, int bytes, int device,
+                                       std::atomic<uint64_t>& allowed) {
+  const uint64_t bit = uint64_t{1} << device;
+  if (allowed.load(std::memory_order_relaxed) & bit) return cudaSuccess;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error == cudaSuccess) allowed.fetch_or(bit, std::memory_order_relaxed);
+  return error;
+}
+
+}  // namespace attnscope

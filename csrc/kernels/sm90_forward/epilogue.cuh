@@ -1,0 +1,107 @@
+// The epilogue of a consumer: O and the log-sum-exp of 64 rows to global memory.
+#pragma once
+
+#include "kernels/sm90_forward/shared.cuh"
+#include "kernels/sm90_forward/softmax.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/tma.cuh"
+
+namespace attnscope::sm90 {
+
+// Stores a warp's 16 rows through shared memory, in blocks of 64 columns. TMA clips them to the
+// tensor. Where the rows end inside a packed batch, eight lanes write the 128 contiguous bytes of a
+// row instead. The log-sum-exp comes last: a fence waits for all stores before it.
+template <class Config>
+__device__ __forceinline__ void store_output(
+    const Fragments<Config>& f, const ForwardArguments& a, const TileWork& w, int consumer,
+    typename Config::Element (&staging)[Config::kOutStages][16 * 64]) {
+  using Element = typename Config::Element;
+  constexpr int kBlocks = (Config::kHeadDim + 63) / 64;  // of columns
+  constexpr int kStages = Config::kOutStages;
+  constexpr int kAtOnce = kBlocks <= kStages ? kBlocks : 1;
+  const ForwardParams& p = a.params;
+  const int lane = threadIdx.x % 32;
+  const int first_row =  // among the tile's rows of this head
+      Config::unit_of(consumer) * 64 + threadIdx.x % 128 / 32 * 16;
+  const int rows = w.end_row - w.first_row - first_row;
+  const int q_row = w.q_row + grouping<Config>(a).query(first_row);
+  const int head = w.head + Config::head_of(consumer), batch = w.batch;
+  if (Config::kHeadsPerTile > 1 && head >= p.heads_q) return;
+  if (lane == 0) ptx::tma_store_wait_read<0>();
+
+  float sum[2], inverse[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    sum[half] = f.row_sum[half] + __shfl_xor_sync(0xffffffffu, f.row_sum[half], 1);
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], 2);
+    // 0 where no key is seen; in any other row the largest term is at least 1.
+    inverse[half] = sum[half] == 0.0f ? 0.0f : ptx::reciprocal_approx(sum[half]);
+  }
+
+  // Rows of 128 bytes, swizzled in chunks of 16 bytes. A lane writes row lane % 16 and chunk
+  // lane / 16 of a pair; it reads row lane / 8 and chunk lane % 8.
+  const uint32_t shared = ptx::shared_address(staging);
+  const uint32_t write = shared + lane % 16 * 128 + ((lane / 16 ^ lane % 8) * 16);
+  const bool copied = rows >= 16 || (rows > 0 && !a.packed);
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {
+    const int stage = block % kStages * 2048;
+    if (block >= kStages) {
+      if (lane == 0) ptx::tma_store_wait_read<kStages - 1>();
+      __syncwarp();
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < 8 && block * 64 + chunk * 8 < Config::kHeadDim; chunk += 2) {
+      const float* o = &f.o[block * 32 + 4 * chunk];
+      ptx::stmatrix_x4((write ^ chunk * 16) + stage,
+                       {ptx::pack<Element>(o[0] * inverse[0], o[1] * inverse[0]),
+                        ptx::pack<Element>(o[2] * inverse[1], o[3] * inverse[1]),
+                        ptx::pack<Element>(o[4] * inverse[0], o[5] * inverse[0]),
+                        ptx::pack<Element>(o[6] * inverse[1], o[7] * inverse[1])});
+    }
+    if (block % kAtOnce != kAtOnce - 1) continue;
+    ptx::fence_proxy_async();
+    __syncwarp();
+#pragma unroll
+    for (int written = block - kAtOnce + 1; written <= block; ++written) {
+      const int from = written % kStages * 2048;
+      if (copied) {
+        if (lane == 0) {
+          ptx::tma_store_5d(&a.out.map, shared + from, written * 64, 0, q_row,
+                            head >> grouping<Config>(a).log2, batch);
+          ptx::tma_store_commit();
+        }
+      } else {
+        const uint32_t read = shared + from + lane / 8 * 128 + ((lane % 8 ^ lane / 8) * 16);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint4 value = ptx::load_shared_v4((read ^ i % 2 * 64) + i * 512);
+          const int row = lane / 8 + i * 4;
+          if (row < rows && written * 64 + lane % 8 * 8 < p.head_dim_v) {
+            Element* out = static_cast<Element*>(p.out) +
+                           (q_row + grouping<Config>(a).query(row)) * p.out_stride.row +
+                           (head + grouping<Config>(a).head(row)) * p.out_stride.head;
+            *reinterpret_cast<uint4*>(out + written * 64 + lane % 8 * 8) = value;
+          }
+        }
+      }
+    }
+  }
+
+  float* lse = p.lse + batch * p.lse_batch_stride + head * p.lse_head_stride + q_row;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = lane / 4 + half * 8;
+    if (lane % 4 == 0 && row < rows) {
+      lse[grouping<Config>(a).head(row) * p.lse_head_stride + grouping<Config>(a).query(row)] =
+          sum[half] == 0.0f ? -INFINITY
+                            : (f.row_max[half] + ptx::log2_approx(sum[half])) * 0.6931471805599453f;
+    }
+  }
+}
+
+}  // namespace attnscope::sm90

@@ -1,0 +1,237 @@
+// The scheduler: a warp that takes tiles and describes them for the other roles.
+#pragma once
+
+#include "kernels/sm90_forward/shared.cuh"
+#include "ptx/sync.cuh"
+
+namespace attnscope::sm90 {
+
+// Tiles of a packed batch come sequence after sequence; within one, in the order of a dense call.
+// Counts the tiles of 32 sequences, after `first` tiles of the sequences before. The counts
+// saturate: cu_seqlens may hold anything.
+template <class Config>
+__device__ __forceinline__ void count_tiles(const ForwardArguments& a, TileQueue& s, int first) {
+  const int lane = ptx::lane();
+  int tiles = 0;
+  if (s.batch + lane < a.params.batch) {
+    const Segment q =
+        segment(a.params.cu_seqlens_q, a.params.total_q, a.params.seqlen_q, s.batch + lane);
+    tiles = (grouping<Config>(a).rows(q.length) + Config::kBlockM - 1) / Config::kBlockM *
+            a.heads.divisor;
+  }
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int below = __shfl_up_sync(0xffffffffu, tiles, distance);
+    if (lane >= distance) tiles = min(tiles + below, kMostTiles);
+  }
+  if (lane == 0) s.through[0] = first;
+  s.through[lane + 1] = min(first + tiles, kMostTiles);
+  __syncwarp();
+}
+
+// Finds tile number `index`, which never decreases. False past the last tile. Warp-converged.
+template <class Config>
+__device__ __forceinline__ bool find_tile(const ForwardArguments& a, TileQueue& s, TileWork& w) {
+  const int lane = ptx::lane();
+  int index = s.index;
+  if (index >= a.tiles) return false;
+  Tile tile;
+  int sequence = 0;
+  if (a.packed) {
+    while (index >= s.through[32]) {
+      const int first = s.through[32], batch = s.batch + 32;
+      if (batch >= a.params.batch) return false;
+      __syncwarp();
+      if (lane == 0) s.batch = batch;
+      __syncwarp();
+      count_tiles<Config>(a, s, first);
+    }
+    const int here = __ffs(__ballot_sync(0xffffffffu, index < s.through[lane + 1])) - 1;
+    const int first = s.through[here];
+    const TileOrder order{(s.through[here + 1] - first) / a.heads, a.heads.divisor,
+                          min(a.order.section, a.heads.divisor), 0};
+    sequence = s.batch + here;
+    tile = tile_at(order, index - first);
+  } else {
+    tile = tile_at(a.order, index);
+  }
+  if (lane == 0) {
+    const int batch = tile.head / a.heads;  // 0 in a packed batch
+    s.sequence = sequence + batch;
+    s.m_block = tile.m_block;
+    w.head = (tile.head - batch * a.heads.divisor) * Config::kHeadsPerTile
+             << grouping<Config>(a).log2;
+  }
+  return true;
+}
+
+// Fills in the rest of a tile: a lane for each consumer's blocks, and one for the blocks of the
+// tile. Warp-converged.
+template <class Config>
+__device__ __forceinline__ void describe_tile(const ForwardArguments& a, const TileQueue& s,
+                                              TileWork& w) {
+  const ForwardParams& p = a.params;
+  constexpr int kTileLane = Config::kConsumers;
+  const int lane = ptx::lane();
+  const bool is_consumer = lane < kTileLane;
+  const Segment seg_q = segment(p.cu_seqlens_q, p.total_q, p.seqlen_q, s.sequence);
+  const Segment seg_k = segment(p.cu_seqlens_k, p.total_k, p.seqlen_k, s.sequence);
+  const Window window{seg_k.length - seg_q.length, p.window_left, p.window_right};
+  // Where tiles do not divide the rows, the first tiles have 64 rows less. Under a causal mask the
+  // last tiles see the most keys: those keep all consumers at work.
+  constexpr int kUnits = Config::kHeadConsumers;
+  const int rows = grouping<Config>(a).rows(seg_q.length);
+  const int units = (rows + 63) / 64;
+  const int missing = (units + kUnits - 1) / kUnits * kUnits - units;
+  const auto first_row_of = [&](int m_block) {
+    return 64 * (m_block * kUnits - min(m_block, missing));
+  };
+  const int first_row = first_row_of(s.m_block);
+  const int last_row = min(first_row_of(s.m_block + 1), rows);
+  const int begin_row = first_row + (is_consumer ? 64 * (lane % kUnits) : 0);
+  const int end_row = min(begin_row + (is_consumer ? 64 : Config::kBlockM), last_row);
+  BlockRange range =
+      block_range(window, grouping<Config>(a).query(begin_row),
+                  grouping<Config>(a).query(end_row - 1) + 1, seg_k.length, Config::kBlockN);
+  const int tile_begin = __shfl_sync(0xffffffffu, range.begin, kTileLane);
+  if (is_consumer) {
+    const bool no_head = Config::kHeadsPerTile > 1 && w.head + lane / kUnits >= p.heads_q;
+    if (no_head || begin_row >= end_row || range.begin >= range.end)
+      range.begin = range.end = tile_begin;
+    w.consumer[lane] = range;
+  }
+  if (lane == kTileLane) {
+    w.range = range;
+    w.head_kv = w.head / a.heads_per_key;
+    w.batch = seg_q.batch;
+    w.q_row = static_cast<int>(seg_q.row) + grouping<Config>(a).query(begin_row);
+    w.first_row = begin_row;
+    w.end_row = end_row;
+    w.k_row = static_cast<int>(seg_k.row);
+    w.seqlen_k = seg_k.length;
+    w.shift = window.shift;
+    w.first_key = window.first_key(grouping<Config>(a).query(begin_row));
+  }
+}
+
+// A tile whose rows see no key: out = 0, lse = -inf. Warp-converged.
+template <class Config>
+__device__ __forceinline__ void store_empty(const ForwardArguments& a, const TileWork& w) {
+  const ForwardParams& p = a.params;
+  const int lane = ptx::lane();
+  const int rows = w.end_row - w.first_row;
+#pragma unroll 1
+  for (int i = 0; i < Config::kHeadsPerTile * rows; ++i) {
+    const int tile_head = Config::kHeadsPerTile == 1 ? 0 : i / rows, row = i - tile_head * rows;
+    const int64_t query = w.q_row + grouping<Config>(a).query(row),
+                  head = w.head + tile_head + grouping<Config>(a).head(row);
+    if (Config::kHeadsPerTile > 1 && head >= p.heads_q) break;
+    auto* out = static_cast<typename Config::Element*>(p.out) +
+                int64_t{w.batch} * p.out_stride.batch + query * p.out_stride.row +
+                head * p.out_stride.head;
+    if (lane * 8 < p.head_dim_v) *reinterpret_cast<uint4*>(out + lane * 8) = uint4{};
+    if (lane == 0) {
+      p.lse[int64_t{w.batch} * p.lse_batch_stride + head * p.lse_head_stride + query] = -INFINITY;
+    }
+  }
+}
+
+__device__ __forceinline__ void note_tile(const Timeline& timeline, int tile, const TileWork& w) {
+  timeline.note(tile, SchedulerTile::kHead, w.head);
+  timeline.note(tile, SchedulerTile::kBatch, w.batch);
+  timeline.note(tile, SchedulerTile::kFirstRow, w.first_row);
+  timeline.note(tile, SchedulerTile::kBegin, w.range.begin);
+  timeline.note(tile, SchedulerTile::kEnd, w.range.end);
+  timeline.note(tile, SchedulerTile::kFullBegin, w.range.full_begin);
+  timeline.note(tile, SchedulerTile::kFullEnd, w.range.full_end);
+  timeline.note(tile, SchedulerTile::kEndRow, w.end_row);
+}
+
+// Moves on to the block's next tile. By the elected lane.
+__device__ __forceinline__ void take_index(const ForwardArguments& a, TileQueue& s) {
+  const int blocks = gridDim.x;
+  if (a.counter != nullptr) {
+    s.index = s.round++ == 0 ? blockIdx.x : blocks + ptx::atomic_add(&a.counter->taken, 1);
+    return;
+  }
+  // The static schedule: a section of tiles in rounds of one tile a block, every second round
+  // backwards. The block with the longest tile of a round gets the shortest one of the next.
+  int place;
+  do {
+    const int round = s.round++, section = round / a.section_rounds;
+    place = (round - section * a.section_rounds) * blocks +
+            (round % 2 == 0 ? blockIdx.x : blocks - 1 - blockIdx.x);
+    s.index = section * a.section_tiles + place;
+  } while (place >= a.section_tiles);
+}
+
+// Hands out tiles until none is left. A tile is taken only when the producer nears the end of the
+// one before: the tiles left go to whoever is free, and the long ones, which come first, even out.
+// With prefetch_tiles they are taken as soon as there is room: for short tiles what matters is the
+// time that taking one takes. Tiles without keys are stored here. Warp-converged.
+template <class Config>
+__device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShared<Config>& s) {
+  using ptx::shared_address;
+  const bool elected = threadIdx.x % 32 == 0;
+  if (elected) {
+    s.queue.tiles = 0;
+    s.queue.round = 0;
+    s.queue.batch = 0;
+  }
+  __syncwarp();
+  if (a.packed) count_tiles<Config>(a, s.queue, 0);
+  const Timeline timeline(Lane::kScheduler, elected);
+  using TileSlot = Slot<ForwardShared<Config>::kTiles>;
+  while (true) {
+    const int tiles = s.queue.tiles;
+    timeline.tile(tiles, SchedulerTile::kAwaitRequest);
+    if (tiles > 0) {
+      if (!a.prefetch_tiles) ptx::mbarrier_wait(shared_address(&s.tile_wanted), tiles - 1 & 1);
+      timeline.tile(tiles, SchedulerTile::kTake);
+    }
+    if (elected) take_index(a, s.queue);
+    __syncwarp();
+    timeline.tile(tiles, SchedulerTile::kAwaitSlot);
+    const TileSlot slot(tiles);
+    ptx::mbarrier_wait(shared_address(&s.tile_empty[slot.stage]), slot.parity ^ 1);
+    timeline.tile(tiles, SchedulerTile::kHand);
+    TileWork& w = s.tile[slot.stage];
+    bool stop;
+    while (true) {
+      stop = !find_tile<Config>(a, s.queue, w);
+      if (stop) break;
+      __syncwarp();
+      describe_tile<Config>(a, s.queue, w);
+      __syncwarp();
+      if (w.range.begin < w.range.end) break;
+      store_empty<Config>(a, w);
+      __syncwarp();
+      if (elected) take_index(a, s.queue);
+      __syncwarp();
+    }
+    if (stop) {
+      timeline.finish(s.queue.tiles, 0);
+    } else {
+      note_tile(timeline, s.queue.tiles, w);
+    }
+    if (elected) {
+      w.stop = stop;
+      s.v_not_finite[TileSlot(s.queue.tiles).stage] = 0;
+    }
+    inject(Fault::kTile, s.queue.tiles);
+    // Every lane arrives: each has written a part.
+    ptx::mbarrier_arrive(shared_address(&s.tile_full[TileSlot(s.queue.tiles).stage]));
+    if (stop) break;
+    __syncwarp();
+    if (elected) ++s.queue.tiles;
+    __syncwarp();
+  }
+  // The last block to get here leaves the counter at zero.
+  if (elected && a.counter != nullptr &&
+      ptx::atomic_add(&a.counter->finished, 1) == gridDim.x - 1) {
+    a.counter->taken = 0;
+    a.counter->finished = 0;
+  }
+}
+
+}  // namespace attnscope::sm90

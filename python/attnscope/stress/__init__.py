@@ -1,0 +1,1 @@
+"""Injected delays: the Hopper kernel's protocol under late copies, releases and tiles."""

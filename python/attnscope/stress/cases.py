@@ -1,0 +1,80 @@
+"""The calls that the stress repeats: tiles, masks, lengths, packed batches, grouped heads."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from attnscope.inputs import Case
+
+HEAD_DIMS = (40, 64, 96, 128, 192, 256)
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (100, 30)},
+    "narrow": {"causal": True, "window": (40, 0)},
+    "softcap": {"causal": True, "softcap": 20.0},
+}
+# (queries, keys): one tile, several, more keys than queries and fewer.
+LENGTHS = ((65, 65), (300, 300), (512, 512), (1, 700), (700, 300), (2048, 2048))
+PACKED = (((65, 65), (1, 130), (0, 9), (1000, 300), (7, 0), (640, 1280)),)
+
+
+def case(
+    batch: int = 2, seqlen_q: int = 0, seqlen_k: int = 0, heads_q: int = 4, heads_kv: int = 2,
+    head_dim: int = 128, dtype: str = "bfloat16", causal: bool = False,
+    window: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    seqlens: tuple[tuple[int, int], ...] | None = None,
+) -> Case:  # fmt: skip
+    if seqlens is not None:
+        batch = len(seqlens)
+        seqlen_q, seqlen_k = (max(pair[i] for pair in seqlens) for i in (0, 1))
+    return Case(
+        batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim, dtype, causal, window,
+        softcap, seqlens,
+    )  # fmt: skip
+
+
+def label(c: Case) -> str:
+    """A case in a few words, such as `d128 s512x512 causal`."""
+    mask = next((name for name, options in MASKS.items() if _options(options) == c.options), "")
+    shape = f"packed {c.batch}" if c.seqlens else f"b{c.batch} s{c.seqlen_q}x{c.seqlen_k}"
+    dtype = {"bfloat16": "bf16", "float16": "fp16"}[c.dtype]
+    return f"{dtype} d{c.head_dim} h{c.heads_q}:{c.heads_kv} {shape} {mask}"
+
+
+def _options(options: dict[str, Any]) -> dict[str, Any]:
+    return {"causal": False, "window": (-1, -1), "softcap": 0.0} | options
+
+
+def all_cases() -> Iterator[Case]:
+    """Every case of the stress, in a fixed order."""
+    for head_dim in HEAD_DIMS:
+        for options in MASKS.values():
+            for seqlen_q, seqlen_k in LENGTHS:
+                yield case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, **options)
+            for seqlens in PACKED:
+                yield case(seqlens=seqlens, head_dim=head_dim, **options)
+        yield case(seqlen_q=512, seqlen_k=512, head_dim=head_dim, dtype="float16", causal=True)
+        # More tiles than thread blocks: slots of the tile ring are used again and again.
+        yield case(24, 300, 300, 8, 8, head_dim, causal=True)
+        # Query heads side by side in a tile.
+        yield case(40, 9, 130, 16, 2, head_dim, causal=True)
+    # Two heads in a tile, and an odd number of them.
+    for options in MASKS.values():
+        yield case(50, 100, 130, 5, 5, 64, **options)
+    # Long sequences: the tiles for many queries.
+    for head_dim in (64, 128, 256):
+        yield case(1, 4200, 4200, 2, 1, head_dim, causal=True)
+
+
+def plans(seed: int, count: int, cycles: int, kinds: int) -> Iterator[tuple[int, int, int, int]]:
+    """(seed, kinds, rate, cycles) of `count` launches; every fifth has one kind alone."""
+    generator = random.Random(seed)
+    bits = [bit for bit in range(32) if kinds >> bit & 1]
+    for number in range(count):
+        chosen = generator.sample(bits, 1 if number % 5 == 0 else generator.randint(1, len(bits)))
+        rate = int(65536 * generator.choice((0.02, 0.1, 0.3, 1.0)))
+        limit = generator.choice((cycles // 16, cycles // 4, cycles))
+        yield generator.getrandbits(32), sum(1 << bit for bit in chosen), rate, max(limit, 1)

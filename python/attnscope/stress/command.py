@@ -1,0 +1,79 @@
+"""The command `attnscope stress`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attnscope.common.console import say
+from attnscope.common.options import bad_input, split
+from attnscope.stress.library import ALL_KINDS, KINDS, MAX_CYCLES, build
+
+
+def stress_command(
+    calls: Annotated[int, typer.Option(help="Launches in all, spread over the cases.")] = 10_000,
+    cycles: Annotated[int, typer.Option(help="Longest delay, in SM cycles.")] = MAX_CYCLES,
+    kinds: Annotated[
+        str, typer.Option(help=f"Kinds of delay: {', '.join(KINDS)}. Left out, all.")
+    ] = "",
+    seed: Annotated[int, typer.Option(help="Seed of the inputs and the delays.")] = 0,
+    unguarded: Annotated[
+        bool, typer.Option("--unguarded", help="Plant the fault that the stress must find.")
+    ] = False,
+    library: Annotated[
+        Path | None, typer.Option(help="A library with injected delays, instead of a build.")
+    ] = None,
+) -> None:
+    """Run the Hopper kernel under injected delays and compare every bit with undelayed calls.
+
+    Builds the CUDA library with -DATTNSCOPE_FAULTS on first use (it needs nvcc and the source
+    tree). Copies, releases and tiles are delayed at random by up to --cycles; each case is compared
+    with fp64 first. A protocol is right if no delay changes a bit. Exit code 0: no row is wrong.
+    1: wrong rows, printed with the plan that repeats them. 2: bad input.
+    """
+    with bad_input("stress"):
+        chosen = _kinds(kinds)
+        for name, value, most in (("calls", calls, 10**9), ("cycles", cycles, 10**6)):
+            if not 1 <= value <= most:
+                raise ValueError(f"{name} must be between 1 and {most}, got {value}")
+        path = library or build(unguarded)
+        if not path.is_file():
+            raise ValueError(f"library must be a file, got {path}")
+    command = [sys.executable, "-m", "attnscope.stress.run"]
+    command += [f"--calls={calls}", f"--cycles={cycles}", f"--kinds={chosen}", f"--seed={seed}"]
+    environment = os.environ | {"ATTNSCOPE_CUDA_LIBRARY": str(path.resolve())}
+    done = wrong_calls = wrong_rows = failed = 0
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            row = json.loads(line)
+            done += row["calls"]
+            wrong_calls += row["wrong_calls"]
+            wrong_rows += row["wrong_rows"]
+            if row["error"]:
+                failed += 1
+                say(f"{row['case']}: against fp64, without delays: {row['error']}", "red")
+            if row["wrong_calls"]:
+                say(
+                    f"{row['case']}: {row['wrong_calls']} of {row['calls']} calls wrong, "
+                    f"{row['wrong_rows']} rows; {row['plan']}",
+                    "red",
+                )
+    say(f"{done} calls with delays: {wrong_calls} wrong, {wrong_rows} wrong rows; "
+        f"{failed} cases wrong without delays")  # fmt: skip
+    raise typer.Exit(child.returncode)
+
+
+def _kinds(text: str) -> int:
+    if not text:
+        return ALL_KINDS
+    unknown = [word for word in split(text) if word not in KINDS]
+    if unknown:
+        raise ValueError(f"kinds must be among {', '.join(KINDS)}, got {', '.join(unknown)}")
+    return sum(1 << KINDS.index(word) for word in set(split(text)))

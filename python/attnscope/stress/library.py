@@ -1,0 +1,83 @@
+"""The CUDA library with injected delays: built from the source tree, driven by ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from attnscope._load import PACKAGE, REBUILD
+
+# As enum Fault in csrc/attn/faults.cuh.
+KINDS = ("late-copy", "copy", "query", "release", "release-tile", "tile", "check")
+ALL_KINDS = (1 << len(KINDS)) - 1
+RATE_UNIT = 65536  # a plan's rate is a share of this many occasions
+MAX_CYCLES = 20_000
+GUARDED, UNGUARDED = Path("build/faults"), Path("build/faults-unguarded")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which delays a launch gets: the kinds (a bit each), how often (of RATE_UNIT), how long."""
+
+    seed: int
+    kinds: int
+    rate: int
+    cycles: int
+
+    def __str__(self) -> str:
+        names = [name for bit, name in enumerate(KINDS) if self.kinds >> bit & 1]
+        share = self.rate / RATE_UNIT
+        return f"seed {self.seed}, {'+'.join(names)}, rate {share:.3f}, {self.cycles} cycles"
+
+
+NO_DELAYS = Plan(0, 0, 0, 0)
+
+
+def build(unguarded: bool = False) -> Path:
+    """Build the library with -DATTNSCOPE_FAULTS and return its path; seconds where it is current.
+
+    `unguarded` takes the invariant of csrc/attn/ring.cuh out again. Raises ValueError outside the
+    source tree or where the build fails.
+    """
+    root = next((r for r in (PACKAGE.parents[1], Path.cwd()) if (r / "setup.py").is_file()), None)
+    if root is None:
+        raise ValueError(
+            f"the working folder must be attnscope's source tree, got {Path.cwd()}. The library "
+            "with injected delays is compiled from it; clone the sources and run the command there"
+        )
+    folder = UNGUARDED if unguarded else GUARDED
+    defines = "ATTNSCOPE_FAULTS" + (",ATTNSCOPE_UNGUARDED_RING" if unguarded else "")
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--define", defines]
+    run = subprocess.run(
+        [*command, "--build-temp", str(folder)], cwd=root, capture_output=True, text=True
+    )
+    path = root / folder / "_C_cuda.so"
+    if run.returncode or not path.exists():
+        raise ValueError(f"the library with injected delays does not build; {REBUILD} first:\n"
+                         f"{run.stdout[-2000:]}{run.stderr[-2000:]}")  # fmt: skip
+    return path
+
+
+class Faults:
+    """The library in this process: delays for the launches that follow."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        try:
+            self._set = library.attnscope_set_faults
+        except AttributeError:
+            raise ValueError(
+                f"library must be a build with -DATTNSCOPE_FAULTS, got {path}. "
+                "Leave --library out to have it built"
+            ) from None
+        self._set.argtypes = [ctypes.c_uint32] * 4
+        self._set.restype = ctypes.c_char_p
+
+    def set(self, plan: Plan) -> None:
+        """Use the plan in the launches that follow on the current device."""
+        message = self._set(plan.seed, plan.kinds, plan.rate, plan.cycles)
+        if message is not None:
+            raise RuntimeError(f"attnscope_set_faults failed: {message.decode()}")

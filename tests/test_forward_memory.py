@@ -1,0 +1,46 @@
+"""Calls give back all the memory they take."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import ctypes, gc, torch
+from attnscope import attention, attention_varlen
+
+torch.set_num_threads(1)
+fields = ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
+          "fordblks", "keepcost"]
+info = type("mallinfo2", (ctypes.Structure,), dict(_fields_=[(f, ctypes.c_size_t) for f in fields]))
+mallinfo2 = ctypes.CDLL(None).mallinfo2
+mallinfo2.restype = info
+
+q = torch.randn(1, 2, 1, 8)
+cu = torch.tensor([0, 2], dtype=torch.int32)
+g = q.clone().requires_grad_()
+def grow(call, calls):
+    for _ in range(1000): call()
+    gc.collect()
+    before = mallinfo2().uordblks
+    for _ in range(calls): call()
+    gc.collect()
+    return (mallinfo2().uordblks - before) / calls
+print(grow(lambda: attention(q, q, q), 100_000))
+print(grow(lambda: torch.ops.attnscope.forward(q, q, q, scale=0.3, variant=0, causal=True), 20_000))
+print(grow(lambda: attention_varlen(q[0], q[0], q[0], cu, cu, 2, 2), 20_000))
+print(grow(lambda: attention(g, q, q), 20_000))
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
+def test_calls_do_not_leak():
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    grown = [float(line) for line in result.stdout.split()]
+    assert len(grown) == 4 and all(bytes_a_call < 1 for bytes_a_call in grown), grown

@@ -1,0 +1,99 @@
+"""The word list finds house words in prose, on the right line, and leaves code alone."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import check_tree
+import word_list
+
+
+@pytest.fixture
+def find(tmp_path, monkeypatch, capsys):
+    """Checks a tree of the given files by the rule; returns its lines."""
+    monkeypatch.setattr(word_list, "COVERED", ("README.md", "docs", "csrc", "python"))
+
+    def check(files: dict[str, str]) -> list[str]:
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+        status = check_tree.main(tmp_path, ["words"])
+        lines = capsys.readouterr().out.splitlines()
+        assert status == (1 if lines else 0)
+        return lines
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("text", "phrase"),
+    [
+        ("The copy engine loads K.", "copy engine"),
+        ("The caller is told.", "told"),
+        ("It was mended.", "mended"),
+        ("The name proves it.", "proves"),
+        ("An unproved kernel.", "unproved"),
+        ("Rows of no more than so many.", "so many"),
+        ("The work of the one that waits.", "of the one"),
+        ("The speed is that of cuDNN.", "that of"),
+        ("The tile is of the head.", "is of the"),
+        ("The table is held carefully against the trace.", "held carefully against"),
+    ],
+)
+def test_a_house_word_is_found(find, text, phrase):
+    (line,) = find({"README.md": f"# Title\n\n{text}\n"})
+    assert line.startswith(f'README.md:3: "{phrase}" is a house word; write: ')
+
+
+@pytest.mark.parametrize("start", ["Of", "Else"])
+@pytest.mark.parametrize("before", ["", "It runs. ", "- ", "| "])
+def test_a_sentence_that_starts_wrongly_is_found(find, start, before):
+    (line,) = find({"docs/a.md": f"{before}{start} a sample the median is shown.\n"})
+    assert line.startswith(f'docs/a.md:1: "{start}" starts a sentence; write: ')
+
+
+def test_a_phrase_that_spans_lines_is_found_in_comments_and_docstrings(find):
+    cpp = "int a;  // none\n// The copy\n// engine loads K.\n/* and\n * was told */\n"
+    python = 'def f():\n    """Load.\n\n    It was told.\n    """\n    return 1  # proved\n'
+    lines = find({"csrc/a.cuh": cpp, "python/a.py": python})
+    assert [line.split(" is a ")[0] for line in lines] == [
+        'csrc/a.cuh:2: "copy engine"',
+        'csrc/a.cuh:5: "told"',
+        'python/a.py:4: "told"',
+        'python/a.py:6: "proved"',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("README.md", "`told` [a](told.md) <img alt=told>\n\n```\ntold\n```\n"),
+        ("README.md", "Improved, amended, provenance, tell-tale; a list of words.\n"),
+        ("csrc/a.cuh", 'const char* told = "// told";\nint proved;\n'),
+        ("python/a.py", 'told = "proved"  # sets `told`\n"""told"""\nname = """told"""\n'),
+        ("tests/a.py", "# told\n"),
+    ],
+    ids=["code in Markdown", "other words", "C++ code", "Python code", "a folder not covered"],
+)
+def test_what_is_no_prose_passes(find, path, text):
+    assert find({path: text}) == []
+
+
+def test_an_exemption_is_for_one_phrase_of_one_file(find, monkeypatch):
+    monkeypatch.setattr(word_list, "EXEMPTIONS", {"docs/a.md": ("copy engine",)})
+    files = {"docs/a.md": "A copy engine was told.\n", "docs/b.md": "A copy engine.\n"}
+    assert [line.split(" is a ")[0] for line in find(files)] == [
+        'docs/a.md:1: "told"',
+        'docs/b.md:1: "copy engine"',
+    ]
+
+
+def test_every_exemption_is_needed():
+    root = Path(check_tree.__file__).resolve().parent.parent
+    for path, phrases in word_list.EXEMPTIONS.items():
+        prose = word_list.PROSE[Path(path).suffix]((root / path).read_text()).lower()
+        for phrase in phrases:
+            assert phrase in " ".join(prose.split()), f"{path} does not use {phrase!r}"

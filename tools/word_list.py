@@ -1,0 +1,142 @@
+"""Words that a CUDA engineer would not use, and what to write instead.
+
+The rule reads prose only: Markdown without its code, docstrings and comments. `python
+tools/word_list.py` counts what it would find in each folder, whether or not the rule covers it yet.
+"""
+
+import ast
+import io
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+# Files and folders that the rule covers. Next: "csrc", "python", "tests", "tools".
+COVERED = ("README.md", "CONTRIBUTING.md", "docs")
+# Never covered: results of a program, and the list itself with its tests.
+EXCLUDED = ("docs/reports/h200", "tools/word_list.py", "tests/test_word_list.py")
+# Path -> phrases that it may use, in lower case.
+EXEMPTIONS: dict[str, tuple[str, ...]] = {"docs/ops.md": ("as it is",)}
+
+# Pattern -> what to write. A space matches any white space, so phrases may span lines.
+WORDS = {
+    r"copy engines?": "TMA; the copy engine is the unit behind cudaMemcpyAsync",
+    r"feeding warp(?:group)?s?": "producer warpgroup",
+    r"machine code": "SASS",
+    r"exponential unit": "MUFU",
+    r"mend(?:s|ed|ing)?": "fix",
+    r"(?:un)?told": "report, pass, detect or distinguish",
+    r"tells?": "report, print or show",
+    r"(?:un)?prove[sd]?|proving|proofs?": "verify, verification, check",
+    r"judge[sd]?|witness(?:es|ed)?": "check, compare",
+    r"h(?:eld|olds?|olding) (?:\S+ ){0,4}?against": "compare with",
+    r"so many": "a name or a number",
+    r"of the one": "name the noun",
+    r"that of": "repeat the noun",
+    r"(?:is|are|was|were) of (?:the|a|an|its|th[aeio]\w+|no|one)": "a verb",
+    r"as (?:it is|they are)(?=\s*[.,;:)])": "unchanged",
+    r"no sooner": "not before",
+}
+SENTENCES = {r"Of": "the subject first", r"Else": "Otherwise, or `if not`"}
+_BODY = "|".join(f"(?P<w{i}>{p})" for i, p in enumerate(WORDS)).replace(" ", r"\s+")
+_START = "|".join(f"(?P<s{i}>{p})" for i, p in enumerate(SENTENCES))
+PHRASE = re.compile(rf"(?<![\w`-])(?:{_BODY})(?![\w`-])", re.IGNORECASE)
+SENTENCE = re.compile(rf"(?:^[\s|>*#-]*|[.!?:]\s+|\|\s*)(?:{_START})\b", re.MULTILINE)
+ADVICE = {f"w{i}": text for i, text in enumerate(WORDS.values())}
+ADVICE |= {f"s{i}": text for i, text in enumerate(SENTENCES.values())}
+
+# What is no prose in Markdown: code, link targets, HTML tags.
+MARKDOWN_CODE = re.compile(
+    r"^```.*?^```|`[^`\n]+`|\]\([^()\s]*\)|<[^<>\n]+>", re.MULTILINE | re.DOTALL
+)
+# Strings come first, so that what looks like a comment inside one is none.
+CPP_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
+CODE_NAME = re.compile(r"`[^`\n]+`")
+
+Finding = tuple[Path, int, str]
+
+
+def blank(text: str) -> str:
+    return re.sub(r"[^\n]", " ", text)
+
+
+def markdown_prose(text: str) -> str:
+    return MARKDOWN_CODE.sub(lambda code: blank(code[0]), text)
+
+
+def cpp_prose(text: str) -> str:
+    """The comments of a C++ file, on their lines; everything else is blank."""
+    prose, end = [], 0
+    for match in CPP_COMMENT.finditer(text):
+        comment = match[0] if match[0].startswith("/") else blank(match[0])
+        marks = re.sub(r"^\s*(?://+|/\*+|\*+/?)|\*/$", lambda m: blank(m[0]), comment, flags=re.M)
+        prose += [blank(text[end : match.start()]), marks]
+        end = match.end()
+    return "".join([*prose, blank(text[end:])])
+
+
+def python_prose(text: str) -> str:
+    """The comments and docstrings of a Python file, on their lines; everything else is blank."""
+    lines = text.splitlines()
+    prose = [""] * len(lines)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            prose[token.start[0] - 1] = token.string.lstrip("#")
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if ast.get_docstring(node, clean=False) is not None else None
+            if first is not None:
+                last = first.end_lineno or first.lineno
+                for number in range(first.lineno - 1, last):
+                    prose[number] = lines[number].replace('"""', "   ")
+    return "\n".join(CODE_NAME.sub(lambda name: blank(name[0]), line) for line in prose)
+
+
+PROSE = {".md": markdown_prose, ".py": python_prose}
+PROSE |= dict.fromkeys((".cu", ".cuh", ".cpp", ".h"), cpp_prose)
+
+
+def is_below(path: Path, names: tuple[str, ...]) -> bool:
+    return any(path.is_relative_to(name) for name in names)
+
+
+def find_words(root: Path, path: Path) -> Iterator[Finding]:
+    """What the list finds in the prose of one file."""
+    text = PROSE[path.suffix]((root / path).read_text())
+    matches = [*PHRASE.finditer(text), *SENTENCE.finditer(text)]
+    for match in sorted(matches, key=lambda found: found.start(found.lastgroup or 0)):
+        group = match.lastgroup or ""
+        phrase = " ".join(match[group].split())
+        if phrase.lower() not in EXEMPTIONS.get(path.as_posix(), ()):
+            number = text.count("\n", 0, match.start(group)) + 1
+            where = "starts a sentence" if group in ("s0", "s1") else "is a house word"
+            yield path, number, f'"{phrase}" {where}; write: {ADVICE[group]}'
+
+
+def words(root: Path, files: list[Path]) -> Iterator[Finding]:
+    """House words in the prose of the files that the rule covers."""
+    for path in files:
+        if path.suffix in PROSE and is_below(path, COVERED) and not is_below(path, EXCLUDED):
+            yield from find_words(root, path)
+
+
+def main(root: Path) -> None:
+    """Print how many findings each folder has, and the most frequent phrases."""
+    from check_tree import tracked_files
+
+    folders: Counter[str] = Counter()
+    phrases: Counter[str] = Counter()
+    for path in tracked_files(root):
+        if path.suffix in PROSE and not is_below(path, EXCLUDED):
+            for _, _, message in find_words(root, path):
+                folders["/".join(path.parts[: min(3, len(path.parts) - 1)]) or str(path)] += 1
+                phrases[message.split('"')[1].lower()] += 1
+    for counter in (folders, phrases):
+        for name, count in counter.most_common():
+            print(f"{count:6}  {name}")
+        print()
+
+
+if __name__ == "__main__":
+    main(Path(__file__).resolve().parent.parent)
