@@ -5,13 +5,11 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from attnscope._load import build_report, library_status
+from attnscope.common.console import console, say
 from attnscope.common.hardware.occupancy import sm_of_arch, theoretical_occupancy
 
 
@@ -60,6 +58,10 @@ def join(tiles: Sequence[dict[str, Any]], usage: Sequence[dict[str, Any]]) -> li
 
 def kernel_rows() -> list[dict[str, Any]]:
     """`join` for the tile tables and the resource usage of this build."""
+    import torch
+
+    from attnscope._load import build_report
+
     return join(json.loads(torch.ops.attnscope.kernels()), build_report()["kernels"])
 
 
@@ -92,8 +94,7 @@ def kernels_command(
     if as_json:
         print(json.dumps(rows, indent=1))
         return
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160
-    console.print(kernels_table(rows))
-    console.print(f"_C_cuda: {library_status()['_C_cuda']}", highlight=False)
+    from attnscope._load import library_status
+
+    console().print(kernels_table(rows))
+    say(f"_C_cuda: {library_status()['_C_cuda']}")

@@ -8,7 +8,7 @@
 //           exponentials of 16 keys are issued between the P V products of the 16 keys before.
 // Softmax   online, in base 2; O is rescaled only when a row's maximum grew by more than 2^8.
 // Limits    bf16, fp16; head dims in multiples of 8 up to 256.
-// Test      tests/test_forward_gpu.py; bench: attnscope bench --impl cuda-sm80.
+// Test      tests/ops/test_forward_gpu.py; bench: attnscope bench --impl cuda-sm80.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -8,7 +8,7 @@
 // Schedule  Persistent: a block takes tile after tile. Q and K of the next tile are fetched while
 //           the consumers finish this one. O leaves a warp at a time, by TMA.
 // Limits    bf16, fp16; head dims in multiples of 8 up to 256.
-// Test      tests/test_forward_gpu.py, attnscope stress; bench: attnscope bench --impl cuda.
+// Test      tests/ops/test_forward_gpu.py, attnscope stress; bench: attnscope bench --impl cuda.
 #pragma once
 
 #include "kernels/sm90_forward/consumer.cuh"

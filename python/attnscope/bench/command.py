@@ -126,7 +126,7 @@ def bench_command(
     show.print_bench([row for row in results.rows if row["workload"] in ids], results.env)
     say(f"{len(results.rows)} rows in {output}")
     if lost:
-        say(f"bench: not finished: {lost}; go on with --resume", "red")
+        say(f"bench: not finished: {lost}; go on with --resume", "red", stderr=True)
         raise typer.Exit(1)
 
 
@@ -153,7 +153,7 @@ def _sweep(
             return run_sweep(works, impls, base, results, device, settings, advance)
         except KeyboardInterrupt:
             progress.stop()
-            say(f"bench: stopped; {results.path} is whole, go on with --resume", "red")
+            say(f"bench: stopped; {results.path} is whole, go on with --resume", "red", stderr=True)
             raise typer.Exit(130) from None
 
 
@@ -224,7 +224,11 @@ def _check_all(
                 except Exception as error:
                     report.failed(impl.name, work, kind, explain(error))
                     if device.type == "cuda" and context_is_lost(error):
-                        say("check: the CUDA context is lost, nothing more can run", "red")
+                        say(
+                            "check: the CUDA context is lost, nothing more can run",
+                            "red",
+                            stderr=True,
+                        )
                         return report.finish(complete=False)
     return report.finish()
 

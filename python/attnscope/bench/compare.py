@@ -256,7 +256,7 @@ def compare_command(
             raise ValueError(f"--fail-below: {fail_below} is not above 0 and at most 1")
         pairs, refused, told = _load(a, b or a, impl_a, impl_b or impl_a)
     for line in refused:
-        say(f"not the same conditions: {line}", "red")
+        say(f"not the same conditions: {line}", "red", stderr=True)
     if refused and not force:
         say("compare: refused; --force compares all the same")
         raise typer.Exit(2)
@@ -282,7 +282,7 @@ def compare_command(
 def _load(
     a: Path, b: Path, impl_a: str | None, impl_b: str | None
 ) -> tuple[list[Pair], list[str], list[str]]:
-    from attnscope.bench.impls import ALIASES
+    from attnscope.bench.aliases import ALIASES
 
     impl_a, impl_b = (ALIASES.get(str(impl), impl) for impl in (impl_a, impl_b))
     if a == b and impl_a == impl_b:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from attnscope.bench import peers
+from attnscope.bench.aliases import ALIASES
 from attnscope.bench.peers import Call, Inputs
 from attnscope.bench.workloads import Workload
 
@@ -322,14 +323,6 @@ IMPLS: dict[str, Impl] = {
             limits=Limits(dtypes=(*HALF, "float32"), packed=False),
         ),
     )
-}
-
-# Other names that are understood.
-ALIASES = {
-    "flash": "sdpa-flash",
-    "math": "sdpa-math",
-    "efficient": "sdpa-efficient",
-    "cudnn": "sdpa-cudnn",
 }
 
 # What runs where nothing is asked for.

@@ -131,7 +131,7 @@ def plot_file(path: Path, output_dir: Path, baseline: str | None = None) -> list
     `baseline` is the impl that ratios are taken to; left out, the one the run had. Raises
     ValueError for a file that is none, has no timed row, or has none of that impl.
     """
-    from attnscope.bench.impls import ALIASES
+    from attnscope.bench.aliases import ALIASES
 
     content = read_results(path)
     env, rows = content["env"], content["rows"]

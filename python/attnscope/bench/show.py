@@ -193,7 +193,7 @@ class CheckReport:
             worst = f", worst margin {max(margins):.2f}" if margins else ""
             say(f"{impl}: {passed} of {total} passed{worst}", None if passed == total else "red")
         if not self._verdicts and not self._broken:
-            say("check: nothing could be checked", "red")
+            say("check: nothing could be checked", "red", stderr=True)
             return False
         return good
 
