@@ -19,8 +19,8 @@ SCHEMA = 1
 STATUSES = ("ok", "wrong", "skipped", "failed")
 # Every row has these, null where there is nothing to say; numbers are ms, 1e12 FLOP/s, 1e9 byte/s.
 ROW_KEYS = (
-    "impl", "workload", "mode", "dtype", "batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv",
-    "head_dim", "head_dim_v", "causal", "window", "softcap", "varlen", "seqlens",
+    "impl", "workload", "label", "mode", "dtype", "batch", "seqlen_q", "seqlen_k", "heads_q",
+    "heads_kv", "head_dim", "head_dim_v", "causal", "window", "softcap", "varlen", "seqlens",
     "status", "reason",
     "median_ms", "p20_ms", "p80_ms", "samples_ms", "late_samples", "enqueue_ms", "timer", "l2",
     "flops", "flops_exact", "flops_rule", "bytes", "tflops", "gbps", "pct_peak",
