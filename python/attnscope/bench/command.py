@@ -87,10 +87,17 @@ def bench_command(
     rest: Annotated[
         float,
         typer.Option(
-            help="After each sample a GPU rests for so many times as long as that took: at 0 it may"
-            " come to its power limit, and slow down."
+            help="Idle time after each sample, as a multiple of the sample's time. 0: none;"
+            " back-to-back samples may reach the power limit and throttle."
         ),
     ] = 2.0,
+    layouts: Annotated[
+        str | None,
+        typer.Option(
+            help="Inputs contiguous as [B, S, H, D] (bshd), as [B, H, S, D] (bhsd), or both, of"
+            " which the faster one counts for each impl. Left out: both on a GPU, bshd on a CPU."
+        ),
+    ] = None,
     seed: Seed = 0,
     device: Device = None,
     list_: ListThem = False,
@@ -116,9 +123,15 @@ def bench_command(
         impls = pick_impls(impl, where.type)
         if base not in impls:
             impls.append(base)
-        default_l2, default_budget = ("cold", 2.0) if where.type == "cuda" else ("warm", 1.0)
-        budget = default_budget if time_budget is None else time_budget
-        settings = Settings(l2=l2 or default_l2, graph=graph, budget_s=budget, rest=rest, seed=seed)
+        on_gpu = where.type == "cuda"
+        settings = Settings(
+            l2=l2 or ("cold" if on_gpu else "warm"),
+            graph=graph,
+            budget_s=time_budget if time_budget is not None else 2.0 if on_gpu else 1.0,
+            rest=rest,
+            seed=seed,
+            layouts=layouts or ("both" if on_gpu else "bshd"),
+        )
         make_timer(where, settings)
         results = Results.create(output, environment(where, asdict(settings)), resume)
     lost = _sweep(works, impls, base, results, where, settings)

@@ -22,10 +22,11 @@ ROW_KEYS = (
     "impl", "workload", "label", "mode", "dtype", "batch", "seqlen_q", "seqlen_k", "heads_q",
     "heads_kv", "head_dim", "head_dim_v", "causal", "window", "softcap", "varlen", "seqlens",
     "status", "reason",
-    "median_ms", "p20_ms", "p80_ms", "samples_ms", "late_samples", "enqueue_ms", "timer", "l2",
+    "median_ms", "p20_ms", "p80_ms", "samples_ms", "host_us", "layout", "layouts_ms", "timer",
+    "l2",
     "flops", "flops_exact", "flops_rule", "bytes", "tflops", "gbps", "pct_peak",
     "baseline", "ratio", "ratio_ci",
-    "max_abs_err", "baseline_err", "err_ratio", "checked", "kernels",
+    "max_abs_err", "baseline_err", "err_ratio", "margin", "checked", "kernels",
     "sm_clock_mhz", "power_w", "temperature_c", "throttled", "nvml",
 )  # fmt: skip
 # Packages whose versions a reader of the numbers may ask for.
