@@ -252,7 +252,11 @@ def test_table_has_a_line_for_each_workload_and_the_best_in_bold(tmp_path: Path)
     table = results_table(write(tmp_path / "r.json", H200, rows), tmp_path)
     tflops = work.flops_reported()[0] / 0.5e9
     assert f"| bf16, D 64, 32 heads, not causal, 32 x 512 | **{tflops:.3g}** |" in table
-    assert table.endswith("geometric mean (workloads) | 2.00x (1) | 1.00x (1) |")
+    assert (
+        "| speed over sdpa-flash, geometric mean, S 512 (workloads) | 2.00x (1) | 1.00x (1) |"
+        in table
+    )
+    assert table.endswith("S 512: 2.000, least 2.000 (1 workload; peers sdpa-flash)")
     assert "TFLOP/s on NVIDIA H200, torch 2.11.0+cu130" in table
     assert "rows without a time: 1 failed" in table
 

@@ -91,7 +91,8 @@ class Enqueues(WallClock):
 
 def test_host_times_are_kept_beside_the_samples():
     timer = Enqueues()
-    timing = time_interleaved({"a": [lambda: timer.taken.append(0)]}, timer, fixed(3, warmup=1))["a"]
+    calls = {"a": [lambda: timer.taken.append(0)]}
+    timing = time_interleaved(calls, timer, fixed(3, warmup=1))["a"]
     assert timing.host_us == [2, 3, 4] and len(timing.samples_ms) == 3
 
 

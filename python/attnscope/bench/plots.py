@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from attnscope.bench.compare import bootstrap_ratio
+from attnscope.bench.consistency import DRIFT, drifts
 from attnscope.bench.devices import Device, Roof, find_device
 from attnscope.bench.figures import Kind, Value, draw, save
 from attnscope.bench.series import Family, Point, families, scale_label, timed
@@ -115,9 +116,9 @@ def footnotes(
     throttled = sum(bool(point.row.get("throttled")) for point in family.points)
     if throttled:
         notes.append(f"{throttled} of {len(family.points)} rows ran under a throttle reason.")
-    late = sum(bool(point.row.get("late_samples")) for point in family.points)
-    if late:
-        notes.append(f"In {late} rows the GPU waited for the host.")
+    drifting = sum(drifts(point.row) for point in family.points)
+    if drifting:
+        notes.append(f"{drifting} rows have samples that drift by more than {DRIFT:.0%}.")
     if left_out:
         told = ", ".join(f"{count} {status}" for status, count in sorted(left_out.items()))
         notes.append(f"Not shown, no time in the file: {told}.")

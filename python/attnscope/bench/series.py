@@ -121,7 +121,8 @@ def case_label(work: Workload) -> str:
         mask.append(f", window {work.window[0]},{work.window[1]}")
     if work.softcap:
         mask.append(f", softcap {work.softcap:g}")
-    return f"{shape}\n{dims(work)}{''.join(mask)}"
+    name = f"{work.label}: " if work.label else ""
+    return f"{name}{shape}\n{dims(work)}{''.join(mask)}"
 
 
 def timed(rows: Iterable[Row]) -> tuple[list[Point], Counter[str]]:

@@ -29,6 +29,11 @@ ROW_KEYS = (
     "max_abs_err", "baseline_err", "err_ratio", "margin", "checked", "kernels",
     "sm_clock_mhz", "power_w", "temperature_c", "throttled", "nvml",
 )  # fmt: skip
+# Without these a row says nothing of what was run.
+_NEEDED = {
+    "impl", "status", "dtype", "batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "head_dim",
+    "head_dim_v",
+}  # fmt: skip
 # Packages whose versions a reader of the numbers may ask for.
 PACKAGES = ("flash-attn", "flash-attn-3", "fa3-fwd", "flash-attn-4", "nvidia-cutlass-dsl")
 # A file is continued only where these agree: its rows are then of one experiment.
@@ -118,6 +123,15 @@ def read_results(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{path}: not a result file: no schema, env and rows in it")
     if content["schema"] != SCHEMA:
         raise ValueError(f"{path}: schema {content['schema']!r}; this version reads {SCHEMA}")
+    if not isinstance(content["env"], dict) or not isinstance(content["rows"], list):
+        raise ValueError(f"{path}: not a result file: env must be an object, and rows a list")
+    for number, row in enumerate(content["rows"], start=1):
+        if not isinstance(row, dict) or not _NEEDED <= set(row):
+            there = set(row) if isinstance(row, dict) else set()
+            raise ValueError(
+                f"{path}: not a result file: row {number} must have {', '.join(sorted(_NEEDED))}; "
+                f"it lacks {', '.join(sorted(_NEEDED - there))}"
+            )
     return content
 
 
@@ -161,6 +175,8 @@ def export(path: Path, target: Path) -> None:
     if target.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
         raise ValueError("target: parquet needs the package pyarrow, which is not installed")
     rows = read_results(path)["rows"]
+    if not target.parent.is_dir():
+        raise ValueError(f"target must be in a folder that exists, got {target}")
     flat = [
         {key: json.dumps(v) if isinstance(v, list | dict) else v for key, v in row.items()}
         for row in rows
