@@ -307,3 +307,28 @@ def test_every_number_of_a_figure_comes_from_the_file(tmp_path: Path) -> None:
     assert [point.tflops[1] for point in family.points] == pytest.approx(
         [row["tflops"] for row in stored]
     )
+
+
+def test_many_lengths_have_few_labels() -> None:
+    from attnscope.bench.figures import MOST_TICKS, _ticks
+
+    assert _ticks([512, 1024, 4096]) == [512, 1024, 4096]
+    assert _ticks(range(64, 4160, 64)) == [64, 128, 256, 512, 1024, 2048, 4096]
+    assert len(_ticks(range(1001, 1100))) <= MOST_TICKS
+
+
+def test_intervals_of_many_rows_take_no_time() -> None:
+    """The draws are shared by all rows with as many samples: 7,200 intervals in seconds."""
+    from attnscope.bench import compare
+
+    compare._median_ranks.cache_clear()
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        compare.bootstrap_ratio(rng.random(20).tolist(), rng.random(20).tolist())
+    assert compare._median_ranks.cache_info().misses == 2
+
+
+def test_many_workloads_that_form_no_curve_are_several_figures() -> None:
+    works = [Workload.of(head_dim=64, heads=2, seqlens=[length]) for length in range(1, 100)]
+    found = families(timed([ok_row("fa3", work, 1.0) for work in works])[0])
+    assert [len(family.cases) for family in found] == [40, 40, 19]

@@ -177,7 +177,7 @@ def slow_in(layout: str):
 
     def body(work, inputs, right):
         if inputs[0].is_contiguous() == (layout == "bshd"):
-            time.sleep(0.01)
+            time.sleep(0.1)
         return right()
 
     return body
@@ -188,7 +188,8 @@ def test_the_faster_layout_counts_for_each_impl(tmp_path, slow, fast):
     mixed, good = rows_of(tmp_path, fake("mixed", slow_in(slow)), GOOD, settings=BOTH)
     assert mixed["status"] == good["status"] == "ok"
     assert mixed["layout"] == fast and set(mixed["layouts_ms"]) == {"bshd", "bhsd"}
-    assert mixed["median_ms"] == mixed["layouts_ms"][fast] < 10 <= mixed["layouts_ms"][slow]
+    assert mixed["median_ms"] == mixed["layouts_ms"][fast] < mixed["layouts_ms"][slow]
+    assert mixed["layouts_ms"][slow] >= 100
     assert mixed["ratio"] == good["median_ms"] / mixed["median_ms"]
 
 

@@ -15,6 +15,7 @@ from attnscope.bench.devices import Device, Roof
 from attnscope.bench.workloads import DTYPE_SHORT, Workload
 
 Row = Mapping[str, Any]
+MOST_CASES = 40  # workloads in one figure of dots; it grows with them
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,10 @@ def families(points: Iterable[Point]) -> list[Family]:
         cases: dict[Workload, list[Point]] = defaultdict(list)
         for point in group:
             cases[point.work].append(point)
-        found.append(Family(mode, dtype, l2, [], dict(cases)))
+        works = list(cases)
+        for first in range(0, len(works), MOST_CASES):
+            part = {work: cases[work] for work in works[first : first + MOST_CASES]}
+            found.append(Family(mode, dtype, l2, [], part))
     return found
 
 
