@@ -24,6 +24,11 @@ SHAPE = {
     "cuda": {"batch": 8, "heads_q": 16, "head_dim": 128, "dtype": "bfloat16"},
     "cpu": {"batch": 1, "heads_q": 8, "head_dim": 64, "dtype": "float32"},
 }
+# How samples are taken where an option is left out.
+USUAL: dict[str, dict[str, Any]] = {
+    "cuda": {"l2": "cold", "budget_s": 2.0, "layouts": "both"},
+    "cpu": {"l2": "warm", "budget_s": 1.0, "layouts": "bshd"},
+}
 _TELL = "; ".join(
     f"on {device}: " + ", ".join(f"{key} {value}" for key, value in shape.items())
     for device, shape in SHAPE.items()
@@ -51,6 +56,13 @@ Impls = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu; left out, a GPU if any.")]
 Seed = Annotated[int, typer.Option(help="Seed of the inputs and of the order of timing.")]
+Layouts = Annotated[
+    str | None,
+    typer.Option(
+        help="Inputs contiguous as [B, S, H, D] (bshd), as [B, H, S, D] (bhsd), or both, of which"
+        " the faster one counts for each impl. Left out: both on a GPU, bshd on a CPU."
+    ),
+]
 ListThem = Annotated[bool, typer.Option("--list", help="List suites and impls, and stop.")]
 
 
@@ -91,18 +103,12 @@ def bench_command(
             " back-to-back samples may reach the power limit and throttle."
         ),
     ] = 2.0,
-    layouts: Annotated[
-        str | None,
-        typer.Option(
-            help="Inputs contiguous as [B, S, H, D] (bshd), as [B, H, S, D] (bhsd), or both, of"
-            " which the faster one counts for each impl. Left out: both on a GPU, bshd on a CPU."
-        ),
-    ] = None,
+    layouts: Layouts = None,
     seed: Seed = 0,
     device: Device = None,
     list_: ListThem = False,
 ) -> None:
-    """Time impls on a suite: each is checked, proved by its kernel names, timed, checked again.
+    """Time impls on a suite: each is checked, its kernel names verified, timed, checked again.
 
     Rows are saved after every workload; --resume goes on after an interruption. A file of the same
     name that is not resumed is kept as .bak. Exit codes: 1 the sweep could not finish, 2 bad input.
@@ -123,15 +129,9 @@ def bench_command(
         impls = pick_impls(impl, where.type)
         if base not in impls:
             impls.append(base)
-        on_gpu = where.type == "cuda"
-        settings = Settings(
-            l2=l2 or ("cold" if on_gpu else "warm"),
-            graph=graph,
-            budget_s=time_budget if time_budget is not None else 2.0 if on_gpu else 1.0,
-            rest=rest,
-            seed=seed,
-            layouts=layouts or ("both" if on_gpu else "bshd"),
-        )
+        asked = dict(l2=l2, budget_s=time_budget, layouts=layouts)
+        chosen = USUAL[where.type] | {k: v for k, v in asked.items() if v is not None}
+        settings = Settings(graph=graph, rest=rest, seed=seed, **chosen)
         make_timer(where, settings)
         results = Results.create(output, environment(where, asdict(settings)), resume)
     lost = _sweep(works, impls, base, results, where, settings)
@@ -139,7 +139,7 @@ def bench_command(
     show.print_bench([row for row in results.rows if row["workload"] in ids], results.env)
     show.say(f"{len(results.rows)} rows in {output}")
     if lost:
-        show.say(f"bench: not finished: {lost}; go on with --resume", "red")
+        show.say(f"bench: not finished: {lost}; go on with --resume", "red", stderr=True)
         raise typer.Exit(1)
 
 
@@ -166,7 +166,8 @@ def _sweep(
             return run_sweep(works, impls, base, results, device, settings, advance)
         except KeyboardInterrupt:
             progress.stop()
-            show.say(f"bench: stopped; {results.path} is whole, go on with --resume", "red")
+            text = f"bench: stopped; {results.path} is whole, go on with --resume"
+            show.say(text, "red", stderr=True)
             raise typer.Exit(130) from None
 
 

@@ -154,7 +154,12 @@ def plot_file(path: Path, output_dir: Path, baseline: str | None = None) -> list
         raise ValueError(f"baseline: {path} has no times of {baseline!r}; of {sorted(impls)}")
     baseline = baseline or _usual_baseline(rows, impls)
     device, unknown = device_of(env)
-    output_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"output_dir must be a folder, got {output_dir}: {error.strerror}"
+        ) from None
     written: list[Path] = []
     names: Counter[str] = Counter()
     found = families(points)

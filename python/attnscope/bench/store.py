@@ -55,6 +55,8 @@ class Results:
         An older file that is not resumed is kept as `<name>.bak`. Raises ValueError where the file
         to resume is no result file or of another experiment (device, versions, settings).
         """
+        if path.is_dir():
+            raise ValueError(f"output must be a file, got the folder {path}")
         if resume and path.exists():
             old = read_results(path)
             for key in SAME_TO_RESUME:
