@@ -179,6 +179,12 @@ def test_other_versions_are_told_not_refused(files: Callable[..., list[str]]) ->
     assert "differs: torch: A has 2.11.0+cu130, B has 2.12.0" in output
 
 
+def test_other_layouts_are_told(files: Callable[..., list[str]]) -> None:
+    code, output = compare(*files(rows(), rows(), H200 | {"settings": {"layouts": "both"}}))
+    assert code == 0
+    assert "differs: layouts: A has bshd, B has both" in output
+
+
 def change(row: Row, **fields: Any) -> list[Row]:
     return [row | fields, *rows()[1:]]
 

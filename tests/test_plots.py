@@ -332,3 +332,24 @@ def test_many_workloads_that_form_no_curve_are_several_figures() -> None:
     works = [Workload.of(head_dim=64, heads=2, seqlens=[length]) for length in range(1, 100)]
     found = families(timed([ok_row("fa3", work, 1.0) for work in works])[0])
     assert [len(family.cases) for family in found] == [40, 40, 19]
+
+
+@pytest.mark.parametrize(
+    ("row", "env", "said"),
+    [
+        ({"window": None}, H200, "a row must describe a workload"),
+        ({"heads_kv": "x"}, H200, "heads_kv: 'x'"),
+        ({"flops": None}, H200, "a row with a time must have flops and bytes"),
+        ({}, {}, "env must have device, gpu and torch"),
+    ],
+)
+def test_rows_that_say_nothing_are_bad_input(tmp_path: Path, row: Row, env: Row, said: str) -> None:
+    work = Workload.of(head_dim=64, heads=2, seqlen=64)
+    rows = [ok_row("fa3", work, 1.0) | row]
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps({"schema": 1, "env": env, "rows": rows}))
+    result = CliRunner().invoke(build("plot"), ["plot", str(path), "--output-dir", str(tmp_path)])
+    assert (result.exit_code, said in result.output.replace("\n", " ")) == (2, True), result.output
+    (tmp_path / "file").touch()
+    arguments = ["plot", str(path), "--output-dir", str(tmp_path / "file")]
+    assert CliRunner().invoke(build("plot"), arguments).exit_code == 2

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnscope import transformers as registered
+from attnscope import transformers_mask
 from attnscope.profile.transformers_run import judge
 
 hf = pytest.importorskip("transformers", minversion="5.24")
@@ -159,9 +160,11 @@ def test_generate_gives_the_tokens_of_eager(cache: str, tokens: Tensor) -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", ["Llama", "Gemma 2"])
 def test_a_compiled_model_without_a_cache_has_one_graph_and_the_same_logits(
-    model: Any, tokens: Tensor, masked: bool
+    name: str, tokens: Tensor, masked: bool
 ) -> None:
+    model = build(name)
     inputs = dict(input_ids=tokens, use_cache=False)
     if masked:
         inputs["attention_mask"] = torch.ones_like(tokens)
@@ -199,6 +202,26 @@ def test_a_graph_asserts_what_tracing_cannot_see(llama: Any, tokens: Tensor) -> 
         compiled(input_ids=tokens, position_ids=positions, use_cache=False)
         with pytest.raises(RuntimeError, match="mask_function must be the causal mask"):
             compiled(input_ids=tokens, position_ids=positions % 20, use_cache=False)
+
+
+@pytest.mark.slow
+def test_inductor_compiles_the_assertions(tokens: Tensor) -> None:
+    """It writes their messages into C++ without escaping them."""
+    model = build("Gemma 2", torch.float32)
+    want = logits(model, input_ids=tokens)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    positions = torch.arange(LENGTH).expand(2, -1)
+    with torch.no_grad():
+        got = compiled(input_ids=tokens, position_ids=positions, use_cache=False).logits
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+        with pytest.raises(RuntimeError, match="mask_function must be the causal mask"):
+            compiled(input_ids=tokens, position_ids=positions % 20, use_cache=False)
+
+
+def test_messages_of_assertions_have_no_quotes() -> None:
+    for text in (transformers_mask.REMEDY, transformers_mask.CAUSAL, transformers_mask._PADDING):
+        assert not set(text) & set('"\\\n')
 
 
 def test_decoding_with_a_static_cache_is_one_graph_for_all_lengths(

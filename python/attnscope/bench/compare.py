@@ -170,6 +170,9 @@ def differences(env_a: Row, env_b: Row, pairs: Sequence[Pair]) -> tuple[list[str
         for key in TOLD
         if env_a.get(key) != env_b.get(key)
     ]
+    layouts = [(env.get("settings") or {}).get("layouts", "bshd") for env in (env_a, env_b)]
+    if layouts[0] != layouts[1]:
+        told.append(f"differs: layouts: A has {layouts[0]}, B has {layouts[1]}")
     for name in _DOUBTS:
         doubtful = [
             sum(any(remark.startswith(name) for remark in remarks(rows[side])) for rows in timed)

@@ -144,6 +144,8 @@ def plot_file(path: Path, output_dir: Path, baseline: str | None = None) -> list
 
     content = read_results(path)
     env, rows = content["env"], content["rows"]
+    if lacking := sorted({"device", "gpu", "torch"} - set(env)):
+        raise ValueError(f"{path}: env must have device, gpu and torch, got none of {lacking}")
     points, left_out = timed(rows)
     if not points:
         told = ", ".join(f"{count} {status}" for status, count in sorted(left_out.items()))

@@ -132,6 +132,10 @@ def timed(rows: Iterable[Row]) -> tuple[list[Point], Counter[str]]:
     for row in rows:
         if row["status"] != "ok" or not row.get("median_ms"):
             left_out["no time" if row["status"] == "ok" else str(row["status"])] += 1
+        elif not row.get("flops") or not row.get("bytes"):
+            raise ValueError(
+                f"a row with a time must have flops and bytes, got {row['impl']} without"
+            )
         else:
             points.append(Point(row, Workload.from_dict(row)))
     return points, left_out

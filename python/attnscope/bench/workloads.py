@@ -192,12 +192,18 @@ class Workload:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Workload":
-        """Inverse of `to_dict`, also after a round trip through JSON."""
+        """Inverse of `to_dict`, also after a round trip through JSON.
+
+        Raises ValueError for values that are no workload.
+        """
         own = {f.name: values[f.name] for f in fields(cls) if f.name in values}
-        own["window"] = tuple(own.get("window", (-1, -1)))
-        if own.get("seqlens") is not None:
-            own["seqlens"] = tuple((q, k) for q, k in own["seqlens"])
-        return cls(**own)
+        try:
+            own["window"] = tuple(own.get("window", (-1, -1)))
+            if own.get("seqlens") is not None:
+                own["seqlens"] = tuple((q, k) for q, k in own["seqlens"])
+            return cls(**own)
+        except TypeError as error:
+            raise ValueError(f"a row must describe a workload, got {error}") from None
 
 
 _LEAST = {
