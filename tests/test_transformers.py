@@ -457,3 +457,25 @@ def test_sinks_are_refused_by_the_model(tokens: Tensor) -> None:
     model.set_attn_implementation(registered.NAME)
     with pytest.raises(ValueError, match="s_aux must be None"):
         model(input_ids=tokens)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CONFIGS)
+def test_models_on_a_gpu(name: str, tokens: Tensor, packed: dict[str, Any]) -> None:
+    model, tokens = build(name).cuda(), tokens.cuda()
+    packed = {key: t.cuda() if isinstance(t, Tensor) else t for key, t in packed.items()}
+    whole = logits(model, input_ids=tokens, attention_mask=torch.ones_like(tokens))
+    assert_in_bound(whole, model, input_ids=tokens)
+    alone = [logits(model, input_ids=one) for one in packed["input_ids"].split(LENGTHS, 1)]
+    got = logits(model, **packed)
+    torch.testing.assert_close(got, torch.cat(alone, 1), atol=0.05, rtol=0.05)
+    cache = hf.StaticCache(config=model.config, max_cache_len=64)
+    for start, end in ((0, 36), (36, 37), (37, 40)):
+        with torch.no_grad():
+            part = model(input_ids=tokens[:, start:end], cache=cache, use_cache=True).logits
+        torch.testing.assert_close(part, whole[:, start:end], atol=0.05, rtol=0.05)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    with torch.no_grad():
+        found = compiled(input_ids=tokens, use_cache=False).logits
+    torch.testing.assert_close(found, whole, atol=0.05, rtol=0.05)

@@ -25,7 +25,7 @@ _PADDING = (
 
 
 class Note(NamedTuple):
-    """What `mask` tells `forward` where that is more than "causal"."""
+    """What `mask` passes to `forward` where the mask is more than causal."""
 
     window: int | None = None
     from_empty: bool = False  # the keys of a static cache end with the last query

@@ -49,7 +49,7 @@ def bootstrap_ratio(
 
 @lru_cache(maxsize=128)
 def _median_ranks(size: int, seed: int, side: int) -> np.ndarray:
-    """Of RESAMPLES resamples of `size` sorted samples: the ranks of the two in the middle."""
+    """Ranks of the two middle samples, for RESAMPLES resamples of `size` sorted samples."""
     drawn = np.random.default_rng((seed, side)).integers(size, size=(RESAMPLES, size))
     return np.sort(drawn, axis=1)[:, [(size - 1) // 2, size // 2]]
 

@@ -29,7 +29,7 @@ ROW_KEYS = (
     "max_abs_err", "baseline_err", "err_ratio", "margin", "checked", "kernels",
     "sm_clock_mhz", "power_w", "temperature_c", "throttled", "nvml",
 )  # fmt: skip
-# Without these a row says nothing of what was run.
+# A row that lacks one of these describes no call.
 _NEEDED = {
     "impl", "status", "dtype", "batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "head_dim",
     "head_dim_v",
