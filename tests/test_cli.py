@@ -147,7 +147,7 @@ def test_bench_writes_a_file_and_prints_a_table(tmp_path):
     assert "flash is sdpa-flash" in out
     assert "GFLOP/s: dtype bf16, D 16, heads 2, batch 1, causal yes" in out
     assert "timer wall-clock; caches warm" in out
-    assert "speed over sdpa-flash, geometric mean (workloads): naive" in out
+    assert "speed over sdpa-flash, geometric mean (workloads), S 32 to 48: naive" in out
     code, out = attnscope("export", str(path), str(tmp_path / "r.csv"))
     assert code == 0 and (tmp_path / "r.csv").read_text().startswith("impl,workload")
 
@@ -259,7 +259,7 @@ def test_a_check_of_nothing_is_no_success():
 def test_list_shows_suites_impls_and_aliases():
     code, out = attnscope("bench", "--list", "--device", "cpu")
     assert code == 0
-    assert "suites: check, gqa, paper, quick, short, varlen" in out
+    assert "suites: check, gqa, models, paper, quick, short, tiny, varlen" in out
     assert "flash is sdpa-flash" in out and "[runs on cuda]" in out
 
 

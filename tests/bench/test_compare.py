@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from attnscope.bench.compare import means, pair_rows
 from attnscope.bench.statistics import bootstrap_ratio, geometric_mean
+from attnscope.bench.workloads import Workload
 from attnscope.cli import build
 
 WORKS = paper()[:4]
@@ -178,10 +179,86 @@ def test_other_versions_are_told_not_refused(files: Callable[..., list[str]]) ->
     assert "differs: torch: A has 2.11.0+cu130, B has 2.12.0" in output
 
 
-def test_late_samples_are_told(files: Callable[..., list[str]]) -> None:
-    code, output = compare(*files(rows(), [row | {"late_samples": 3} for row in rows()[:2]]))
+def test_other_layouts_are_told(files: Callable[..., list[str]]) -> None:
+    code, output = compare(*files(rows(), rows(), H200 | {"settings": {"layouts": "both"}}))
     assert code == 0
-    assert "rows in which the GPU waited for the host: 0 of A, 2 of B" in output
+    assert "differs: layouts: A has bshd, B has both" in output
+
+
+def change(row: Row, **fields: Any) -> list[Row]:
+    return [row | fields, *rows()[1:]]
+
+
+GOOD = rows()[0] | {"max_abs_err": 0.01, "baseline_err": 0.01, "err_ratio": 1.0, "margin": 0.5}
+TINY_MARGIN = {"max_abs_err": 5.0, "baseline_err": 0.01, "err_ratio": 500.0, "margin": None}
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (GOOD | {"samples_ms": [-1.0, 1.0, 3.0]}, "samples_ms must be above 0, got -1.0"),
+        (GOOD | {"samples_ms": [0.0] * 20}, "samples_ms must be above 0, got 0.0"),
+        (GOOD | {"samples_ms": [1e6 * ms for ms in GOOD["samples_ms"]]}, "median_ms must be that"),
+        (GOOD | {"median_ms": 0.0}, "median_ms must be above 0, got 0.0"),
+        (GOOD | {"median_ms": -1.0}, "median_ms must be above 0, got -1.0"),
+        (GOOD | {"p20_ms": 2.0}, "median_ms must be between p20_ms and p80_ms"),
+        (GOOD | {"tflops": 1e4}, "tflops must be flops / median_ms"),
+        (GOOD | {"margin": 1.5}, "margin must be at most 1 where status is ok, got 1.5"),
+        (GOOD | TINY_MARGIN, "max_abs_err must be within the gate where status is ok, got 5"),
+        (GOOD | {"err_ratio": 500.0}, "err_ratio must be max_abs_err / baseline_err, got 500"),
+        (
+            GOOD | {"err_ratio": 500.0, "max_abs_err": None, "margin": None},
+            "err_ratio must be at most 2 where status is ok, got 500",
+        ),
+    ],
+    ids=str,
+)
+def test_rows_that_contradict_themselves_are_refused(
+    files: Callable[..., list[str]], row: Row, said: str
+) -> None:
+    bad = [row, *rows()[1:]]
+    for a, b in ((rows(), bad), (bad, rows())):
+        code, output = compare(*files(a, b), "--fail-below", "0.5")
+        assert code == 2, output
+        assert said in output and WORKS[0].id in output
+
+
+def test_rows_that_agree_with_themselves_are_compared(files: Callable[..., list[str]]) -> None:
+    small = {"max_abs_err": 3e-4, "baseline_err": 1e-4, "err_ratio": 3.0, "margin": None}
+    for row in (GOOD, GOOD | small, rows()[0], GOOD | {"samples_ms": []}):
+        assert compare(*files(rows(), change(row)), "--fail-below", "0.5")[0] == 0
+
+
+def test_the_limits_of_the_gate_are_those_of_numerics() -> None:
+    from attnscope import numerics
+    from attnscope.bench import consistency
+
+    assert consistency._ERROR_RATIO == numerics.C_FORWARD
+    assert {str(dtype).removeprefix("torch.") for dtype in numerics.FLOOR_ULPS} == set(
+        consistency._ERROR_FLOOR
+    )
+
+
+def test_throttled_rows_and_drifting_samples_are_marked(files: Callable[..., list[str]]) -> None:
+    drifting = ok_row("cuda-sm80", WORKS[0], 1.0, noise=0.0)
+    drifting["samples_ms"] = [1.0 - 0.05 + 0.1 * i / 20 for i in range(21)]
+    drifting |= {"p20_ms": 0.9, "p80_ms": 1.1}
+    code, output = compare(*files(rows(throttled=True), [drifting, *rows()[1:]]))
+    assert code == 0, output
+    assert "A throttled" in output and "B drifts +7.3%" in " ".join(output.split())
+    assert "rows timed under a throttle reason: 4 of A, 0 of B" in output
+    assert "drift by more than 3% from the first to the last third: 0 of A, 1 of B" in output
+
+
+def test_short_workloads_have_a_mean_of_their_own(files: Callable[..., list[str]]) -> None:
+    short = Workload.of(head_dim=64, seqlen=64, tokens=16384, hidden=2048)
+    a = [*rows(), ok_row("cuda-sm80", short, 1.0)]
+    b = [*rows(), ok_row("cuda-sm80", short, 2.0)]
+    code, output = compare(*files(a, b), "--fail-below", "0.97")
+    assert code == 1
+    assert "all above S 64, S 512 to 4,096" in output and "all up to S 64, S 64" in output
+    assert "geometric mean up to S 64: 0.500 times the speed" in output
+    assert "geometric mean above" not in output.partition("regression")[2]
 
 
 def test_bad_input_has_its_own_exit_code(files: Callable[..., list[str]], tmp_path: Path) -> None:
@@ -191,6 +268,9 @@ def test_bad_input_has_its_own_exit_code(files: Callable[..., list[str]], tmp_pa
         ('{"schema": 1, "env": {}, "rows": [NaN]}', "NaN is not JSON"),
         ('{"schema": 9, "env": {}, "rows": []}', "schema 9"),
         ('{"schema": 1, "env": {}, "rows": []}', "no rows of any impl"),
+        ('{"schema": 1, "env": {}, "rows": {}}', "env must be an object, and rows a list"),
+        ('{"schema": 1, "env": {}, "rows": [3]}', "row 1 must have batch, dtype"),
+        ('{"schema": 1, "env": {}, "rows": [{"status": "ok"}]}', "it lacks batch, dtype"),
     ):
         bad.write_text(content)
         code, output = compare(good, str(bad))

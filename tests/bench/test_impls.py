@@ -1,5 +1,6 @@
 """Impls: reasons instead of gaps, right calls of other packages, proof of what ran."""
 
+import importlib
 import sys
 import textwrap
 from pathlib import Path
@@ -175,6 +176,27 @@ FAKE = """
 """
 
 
+# The part of FlashAttention-3 below its public functions.
+FAKE_METADATA = """
+    class fa3_fwd_cuda:
+        @staticmethod
+        def get_scheduler_metadata(batch, max_q, max_k, heads_q, heads_kv, dim, dim_v, dtype,
+                                   lengths_k, cu_q, cu_k, cu_new, used_q, leftpad, page, max_new,
+                                   causal, left, right, chunk, softcap, splits, pack_gqa, margin):
+            calls.append(("metadata", batch, max_q, max_k, lengths_k.tolist(), causal, softcap))
+            return "the metadata"
+
+    def _flash_attn_forward(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                            softmax_scale, causal, window_size_left, window_size_right,
+                            attention_chunk, softcap, scheduler_metadata, num_splits, pack_gqa,
+                            sm_margin):
+        calls.append(("forward", scheduler_metadata, num_splits))
+        window = window_size_left, window_size_right
+        return *attention_reference(q, k, v, cu_seqlens_q, cu_seqlens_k, causal=causal,
+                                    window=window, softcap=softcap, scale=softmax_scale), None, None
+"""
+
+
 @pytest.fixture
 def fake_peers(tmp_path: Path, monkeypatch):
     """Stand-ins for the packages of FlashAttention 2 to 4 on the import path."""
@@ -188,6 +210,8 @@ def fake_peers(tmp_path: Path, monkeypatch):
         path = tmp_path / f"{module}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(FAKE).format(returns=returns))
+    with (tmp_path / "fa3_fwd_interface.py").open("a") as file:
+        file.write(textwrap.dedent(FAKE_METADATA))
     flags = {"FLASHATTENTION_DISABLE_LOCAL": True, "FLASHATTENTION_DISABLE_FP16": True}
     (tmp_path / "fa3_fwd_config.py").write_text(f"CONFIG = {{'build_flags': {flags}}}")
     monkeypatch.syspath_prepend(tmp_path)
@@ -214,6 +238,37 @@ def test_packages_are_called_as_they_document(fake_peers, name):
     calls = sys.modules[module].calls
     no = None if name == "fa4" else -1
     assert calls == [("dense", (no, no), True), ("dense", (5, no), True), ("packed", 40, 40)]
+
+
+def test_metadata_of_flash_attention_3_is_made_once_and_used_by_every_call(fake_peers):
+    impl = IMPLS["fa3-metadata"]
+    case = work(dtype="float32", causal=True, softcap=3.0, seqlens=[(40, 50), (9, 9)])
+    call = impl.make(case, case.inputs(CPU, seed=0))
+    for _ in range(3):
+        out, lse = call()
+    verdict = numerics.check_forward_fn(
+        lambda *inputs: (out.float(), lse.float()), case, device="cpu", seed=0
+    )
+    assert verdict.passed, verdict.reason
+    calls = sys.modules["fa3_fwd_interface"].calls
+    assert calls == [
+        ("metadata", 2, 40, 50, [50, 9], True, True),
+        *[("forward", "the metadata", 1)] * 3,
+    ]
+
+
+def test_metadata_is_for_packed_batches_and_needs_the_functions_below(fake_peers):
+    impl = IMPLS["fa3-metadata"]
+    assert "this one is dense" in str(impl.left_out(work()))
+    packed = work(dtype="float32", seqlens=[8])
+    assert impl.left_out(packed) is None
+    names = ["prepare_varlen_num_blocks_kernel", KERNELS["fa3"]]
+    assert "expected none that matches" in str(impl.unproved(names, "cuda"))
+    assert impl.unproved(names[1:], "cuda") is None
+    importlib.import_module("fa3_fwd_interface")
+    del sys.modules["fa3_fwd_interface"]._flash_attn_forward
+    with pytest.raises(Unsupported, match="has no get_scheduler_metadata or _flash_attn_forward"):
+        impl.make(packed, packed.inputs(CPU, seed=0))
 
 
 def test_a_build_that_lacks_a_feature_is_a_reason(fake_peers):

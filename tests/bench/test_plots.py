@@ -252,7 +252,11 @@ def test_table_has_a_line_for_each_workload_and_the_best_in_bold(tmp_path: Path)
     table = results_table(write(tmp_path / "r.json", H200, rows), tmp_path)
     tflops = work.flops_reported()[0] / 0.5e9
     assert f"| bf16, D 64, 32 heads, not causal, 32 x 512 | **{tflops:.3g}** |" in table
-    assert table.endswith("geometric mean (workloads) | 2.00x (1) | 1.00x (1) |")
+    assert (
+        "| speed over sdpa-flash, geometric mean, S 512 (workloads) | 2.00x (1) | 1.00x (1) |"
+        in table
+    )
+    assert table.endswith("S 512: 2.000, least 2.000 (1 workload; peers sdpa-flash)")
     assert "TFLOP/s on NVIDIA H200, torch 2.11.0+cu130" in table
     assert "rows without a time: 1 failed" in table
 
@@ -303,3 +307,49 @@ def test_every_number_of_a_figure_comes_from_the_file(tmp_path: Path) -> None:
     assert [point.tflops[1] for point in family.points] == pytest.approx(
         [row["tflops"] for row in stored]
     )
+
+
+def test_many_lengths_have_few_labels() -> None:
+    from attnscope.bench.figures import MOST_TICKS, _ticks
+
+    assert _ticks([512, 1024, 4096]) == [512, 1024, 4096]
+    assert _ticks(range(64, 4160, 64)) == [64, 128, 256, 512, 1024, 2048, 4096]
+    assert len(_ticks(range(1001, 1100))) <= MOST_TICKS
+
+
+def test_intervals_of_many_rows_take_no_time() -> None:
+    """The draws are shared by all rows with as many samples: 7,200 intervals in seconds."""
+    from attnscope.bench import compare
+
+    compare._median_ranks.cache_clear()
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        compare.bootstrap_ratio(rng.random(20).tolist(), rng.random(20).tolist())
+    assert compare._median_ranks.cache_info().misses == 2
+
+
+def test_many_workloads_that_form_no_curve_are_several_figures() -> None:
+    works = [Workload.of(head_dim=64, heads=2, seqlens=[length]) for length in range(1, 100)]
+    found = families(timed([ok_row("fa3", work, 1.0) for work in works])[0])
+    assert [len(family.cases) for family in found] == [40, 40, 19]
+
+
+@pytest.mark.parametrize(
+    ("row", "env", "said"),
+    [
+        ({"window": None}, H200, "a row must describe a workload"),
+        ({"heads_kv": "x"}, H200, "heads_kv: 'x'"),
+        ({"flops": None}, H200, "a row with a time must have flops and bytes"),
+        ({}, {}, "env must have device, gpu and torch"),
+    ],
+)
+def test_rows_that_say_nothing_are_bad_input(tmp_path: Path, row: Row, env: Row, said: str) -> None:
+    work = Workload.of(head_dim=64, heads=2, seqlen=64)
+    rows = [ok_row("fa3", work, 1.0) | row]
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps({"schema": 1, "env": env, "rows": rows}))
+    result = CliRunner().invoke(build("plot"), ["plot", str(path), "--output-dir", str(tmp_path)])
+    assert (result.exit_code, said in result.output.replace("\n", " ")) == (2, True), result.output
+    (tmp_path / "file").touch()
+    arguments = ["plot", str(path), "--output-dir", str(tmp_path / "file")]
+    assert CliRunner().invoke(build("plot"), arguments).exit_code == 2

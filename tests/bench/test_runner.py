@@ -65,7 +65,8 @@ def test_a_good_row_says_all(tmp_path):
     assert row["tflops"] == pytest.approx(row["flops"] / row["median_ms"] / 1e9)
     assert row["gbps"] == pytest.approx(WORK.bytes() / row["median_ms"] / 1e6)
     assert row["kernels"] and row["checked"] == "all rows"
-    assert row["max_abs_err"] < 1e-5
+    assert row["max_abs_err"] < 1e-5 and 0 <= row["margin"] <= 1
+    assert row["host_us"] is None  # a CPU enqueues nothing
     assert (row["ratio"], row["baseline"]) == (1.0, "good")
     assert row["pct_peak"] is None and row["throttled"] is None
     assert "reason" in row["nvml"]["before"]
@@ -168,6 +169,69 @@ def test_a_ratio_has_an_interval_around_it(tmp_path):
     (row, _) = rows_of(tmp_path, fake("slow", slow), GOOD)
     low, high = row["ratio_ci"]
     assert low <= row["ratio"] <= high
+
+
+BOTH = Settings(l2="warm", min_samples=5, max_samples=5, layouts="both")
+
+
+def slow_in(layout: str):
+    """An impl that is right, and slow for inputs of one layout."""
+
+    def body(work, inputs, right):
+        if inputs[0].is_contiguous() == (layout == "bshd"):
+            time.sleep(0.1)
+        return right()
+
+    return body
+
+
+@pytest.mark.parametrize(("slow", "fast"), [("bshd", "bhsd"), ("bhsd", "bshd")])
+def test_the_faster_layout_counts_for_each_impl(tmp_path, slow, fast):
+    mixed, good = rows_of(tmp_path, fake("mixed", slow_in(slow)), GOOD, settings=BOTH)
+    assert mixed["status"] == good["status"] == "ok"
+    assert mixed["layout"] == fast and set(mixed["layouts_ms"]) == {"bshd", "bhsd"}
+    assert mixed["median_ms"] == mixed["layouts_ms"][fast] < mixed["layouts_ms"][slow]
+    assert mixed["layouts_ms"][slow] >= 100
+    assert mixed["ratio"] == good["median_ms"] / mixed["median_ms"]
+
+
+def test_an_impl_that_is_wrong_in_one_layout_has_no_time(tmp_path):
+    def wrong_in_bhsd(work, inputs, right):
+        return right() if inputs[0].is_contiguous() else zeros(work, inputs, right)
+
+    bad, good = rows_of(tmp_path, fake("bad", wrong_in_bhsd), GOOD, settings=BOTH)
+    assert (bad["status"], bad["layout"], bad["median_ms"]) == ("wrong", "bhsd", None)
+    assert bad["layouts_ms"]["bhsd"] is None and good["status"] == "ok"
+
+
+def test_a_layout_that_an_impl_refuses_is_named_in_the_reason(tmp_path):
+    def refuses_bhsd(work, inputs, right):
+        if not inputs[0].is_contiguous():
+            raise RuntimeError("no such strides")
+        return right()
+
+    (row,) = rows_of(tmp_path, fake("picky", refuses_bhsd), settings=BOTH)
+    assert (row["status"], row["layout"]) == ("ok", "bshd")
+    assert "bhsd: failed: RuntimeError: no such strides" in row["reason"]
+
+
+@pytest.mark.parametrize("layouts", ["bshd", "bhsd"])
+def test_one_layout_alone_is_timed_where_it_is_asked_for(tmp_path, layouts):
+    settings = Settings(l2="warm", min_samples=5, max_samples=5, layouts=layouts)
+    (row,) = rows_of(tmp_path, GOOD, settings=settings)
+    assert row["layout"] == layouts and row["layouts_ms"] == {layouts: row["median_ms"]}
+
+
+def test_packed_inputs_have_one_layout(tmp_path):
+    packed = Workload.of(seqlens=[20, 12], heads=2, head_dim=16, dtype="float32")
+
+    def make(work, inputs):
+        return IMPLS["cpu"].make(work, inputs)
+
+    impl = Impl(name="packed", about="", make=make, ran={"cpu": "."})
+    rows, _ = sweep(tmp_path / "r.json", [impl], [packed], baseline=None, settings=BOTH)
+    row = rows[packed.id, "packed"]
+    assert (row["status"], row["layout"]) == ("ok", "thd") and set(row["layouts_ms"]) == {"thd"}
 
 
 def test_a_file_has_rows_of_finished_workloads_at_any_time(tmp_path):

@@ -79,67 +79,25 @@ def test_rounds_end_with_the_budget_but_not_before_the_least():
     assert 2 <= len(timed(min_samples=1, max_samples=1000, budget_s=0.05).samples_ms) <= 26
 
 
-class NeedsLead:
-    """A timer of a host that takes so long to launch a call; late, the time is longer."""
+class Enqueues(WallClock):
+    """A timer that takes the host's time to enqueue a call apart, as a GPU's does."""
 
-    name = "needs-lead"
+    def measure(self, call) -> Sample:
+        return Sample(super().measure(call).ms, host_us=len(self.taken))
 
-    def __init__(self, launch_ms: float, enqueue_ms: float = 0.1):
-        self.launch_ms, self.enqueue_ms, self.leads = launch_ms, enqueue_ms, []
-
-    def warm_up(self, call, times: int) -> float:
-        return self.enqueue_ms
-
-    def measure(self, call, lead_ms: float) -> Sample:
-        self.leads.append(lead_ms)
-        late = lead_ms < self.launch_ms
-        return Sample(1.0 + late * self.launch_ms, late)
+    def __init__(self) -> None:
+        self.taken: list[int] = []
 
 
-def test_a_sample_for_which_the_host_came_late_is_taken_again_with_a_longer_lead():
-    timer = NeedsLead(launch_ms=0.6)
-    copies = [lambda: None, lambda: None]
-    timing = time_interleaved({"a": copies}, timer, fixed(3))["a"]
-    assert timing.samples_ms == [1.0] * 3 and timing.late == 0
-    assert timer.leads == pytest.approx([0.17, 0.34, 0.68, 0.68, 0.68])
+def test_host_times_are_kept_beside_the_samples():
+    timer = Enqueues()
+    calls = {"a": [lambda: timer.taken.append(0)]}
+    timing = time_interleaved(calls, timer, fixed(3, warmup=1))["a"]
+    assert timing.host_us == [2, 3, 4] and len(timing.samples_ms) == 3
 
 
-def test_a_sample_that_is_taken_again_has_inputs_of_its_own():
-    class Second(NeedsLead):
-        def measure(self, call, lead_ms: float) -> Sample:
-            call()
-            return Sample(1.0, late=len(used) == 2)
-
-    used: list[int] = []
-    calls = [lambda i=i: used.append(i) for i in range(3)]
-    time_interleaved({"a": calls}, Second(0.0), fixed(4))
-    assert used == [0, 1, 2, 0, 1]
-
-
-def test_samples_of_a_call_that_is_always_late_are_counted():
-    timer = NeedsLead(launch_ms=1e9)
-    timing = time_interleaved({"a": [lambda: None]}, timer, fixed(3))["a"]
-    assert len(timing.samples_ms) == timing.late == 3
-    assert timer.leads[-3:] == [10.0] * 3 and len(timer.leads) == 3 + 12
-
-
-class Pauses(NeedsLead):
-    """The machine pauses for longer than any lead, in one of so many samples."""
-
-    def measure(self, call, lead_ms: float) -> Sample:
-        self.leads.append(lead_ms)
-        late = len(self.leads) % 8 == 0
-        return Sample(1.0 + 5 * late, late)
-
-
-def test_a_pause_is_no_sample_even_with_the_longest_lead():
-    timer = Pauses(launch_ms=0.0, enqueue_ms=7.0)
-    timing = time_interleaved({"a": [lambda: None]}, timer, fixed(50))["a"]
-    assert timing.samples_ms == [1.0] * 50 and timing.late == 0 and set(timer.leads) == {10.0}
-
-
-def test_the_host_is_never_late_on_a_cpu():
-    assert time_interleaved({"a": [spin_2ms]}, WallClock(), fixed(3))["a"].late == 0
+def test_a_cpu_has_no_time_to_enqueue():
+    assert time_interleaved({"a": [spin_2ms]}, WallClock(), fixed(3))["a"].host_us == []
 
 
 def test_an_error_ends_its_own_samples_only():
@@ -190,6 +148,7 @@ def test_a_cpu_run_is_warm_and_by_wall_clock():
         (dict(min_samples=9, max_samples=8), "min_samples, max_samples: 9, 8"),
         (dict(budget_s=-1.0), "budget_s: -1.0"),
         (dict(budget_s=float("nan")), "budget_s: nan"),
+        (dict(layouts="sbhd"), "layouts must be one of both, bshd, bhsd, got 'sbhd'"),
         (dict(warmup=0), "warmup: 0"),
         (dict(rest=-1.0), "rest: -1.0"),
         (dict(rest=float("inf")), "rest: inf"),

@@ -1,6 +1,8 @@
 """Workloads: exact work, round trips, errors that name the field, suites."""
 
 import json
+import math
+import random
 
 import pytest
 
@@ -122,6 +124,39 @@ def test_the_paper_suite_is_the_papers():
     assert {work.seqlen_q for work in works} == {512 << n for n in range(6)}
     assert all(work.batch * work.seqlen_q == 16384 for work in works)
     assert all(work.heads_q * work.head_dim == 2048 for work in works)
+
+
+def test_the_tiny_suite_is_what_its_seed_draws():
+    rng = random.Random(0)
+
+    def spread(least: int, most: int) -> int:
+        return round(math.exp(rng.uniform(math.log(least), math.log(most))))
+
+    works = load_suite("tiny", "cuda")
+    assert len(works) == 12
+    for work in works:
+        sequences = spread(3, 200)
+        drawn = [(1 + int(70 * rng.random()), spread(70, 2300)) for _ in range(sequences)]
+        assert work.seqlens == tuple(drawn)
+        assert (work.heads_q, work.heads_kv, work.head_dim, work.causal) == (32, 8, 128, True)
+
+
+def test_every_cell_of_the_models_suite_is_named_after_its_model():
+    works = load_suite("models", "cuda")
+    assert all(work.label for work in works)
+    assert {work.dtype for work in works} == {"bfloat16", "float16"}
+    names = " ".join(str(work.label) for work in works)
+    for model in ("Llama", "Qwen", "Gemma 2", "Gemma 3", "Mistral", "gpt-oss", "DeepSeek", "ViT"):
+        assert model in names
+
+
+def test_a_label_is_no_part_of_what_is_computed():
+    plain = dict(seqlen=8, heads=1, head_dim=8)
+    labelled = Workload.of(**plain, label="Llama")
+    assert labelled == Workload.of(**plain) and labelled.id == Workload.of(**plain).id
+    assert Workload.from_dict(labelled.to_dict()).label == "Llama"
+    with pytest.raises(ValueError, match="label must be text, got ''"):
+        Workload.of(**plain, label="")
 
 
 def test_ids_tell_fields_apart():

@@ -33,98 +33,12 @@ def llama() -> tuple[Any, torch.Tensor]:
     return run.build(TINY, CPU)
 
 
-@pytest.fixture
-def tensors() -> dict[str, torch.Tensor]:
-    torch.manual_seed(1)
-    q, kv = torch.randn(2, 4, 24, 16), torch.randn(2, 2, 2, 24, 16)
-    return {"query": q, "key": kv[0], "value": kv[1], "attention_mask": None}
-
-
 def command(*arguments: str) -> tuple[int, str]:
     app = typer.Typer()
     app.command()(transformers_command)
     result = CliRunner().invoke(app, arguments)
     assert result.exception is None or isinstance(result.exception, SystemExit)
     return result.exit_code, result.output
-
-
-# The attention
-
-
-def test_attention_is_causal_grouped_and_scaled(tensors: dict[str, torch.Tensor]) -> None:
-    out, weights = registered.forward(torch.nn.Module(), **tensors, scaling=0.5, use_cache=False)
-    q, k, v = (tensors[name] for name in ("query", "key", "value"))
-    want = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, scale=0.5, enable_gqa=True
-    )
-    torch.testing.assert_close(out, want.transpose(1, 2))
-    assert weights is None and out.is_contiguous()
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"attention_mask": torch.zeros(2, 1, 24, 24)}, r"attention_mask: has shape \[2, 1, 24"),
-        ({"dropout": 0.1}, "dropout: is 0.1; allowed: 0"),
-        ({"is_causal": False}, "is_causal: is False"),
-        ({"softcap": 30.0}, "softcap: is given"),
-        ({"sliding_window": 8}, "sliding_window: is given"),
-        ({"position_bias": torch.zeros(1, 4, 24, 24)}, "position_bias: is given"),
-        ({"s_aux": torch.zeros(4)}, "s_aux: is given"),
-        ({"output_attentions": True}, "output_attentions: is given"),
-    ],
-)
-def test_what_the_op_cannot_do_is_refused(
-    tensors: dict[str, Any], given: dict[str, Any], says: str
-) -> None:
-    with pytest.raises(ValueError, match=says):
-        registered.forward(torch.nn.Module(), **tensors | given)
-
-
-def test_a_module_that_is_not_causal_is_refused(tensors: dict[str, Any]) -> None:
-    module = torch.nn.Module()
-    module.is_causal = False  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="is_causal: is False"):
-        registered.forward(module, **tensors)
-
-
-def test_a_padded_batch_is_refused_by_the_model(llama: tuple[Any, torch.Tensor]) -> None:
-    """The mask function is what sees the padding; without one it would be dropped in silence."""
-    model, tokens = llama
-    model.set_attn_implementation(registered.NAME)
-    padding = torch.ones_like(tokens)
-    padding[0, :5] = 0
-    with pytest.raises(ValueError, match="attention_mask: has shape"):
-        model(input_ids=tokens, attention_mask=padding)
-    two_sequences = torch.arange(96).remainder(48).expand(2, -1)
-    with pytest.raises(ValueError, match="mask_function: is not the causal one"):
-        model(input_ids=tokens, position_ids=two_sequences, use_cache=False)
-    with pytest.raises(ValueError, match="attention_mask: has shape"):
-        model(input_ids=tokens, attention_mask=torch.zeros(2, 1, 96, 96))
-
-
-def test_masks_of_windows_and_of_caches_with_room_are_refused(
-    llama: tuple[Any, torch.Tensor],
-) -> None:
-    masking = pytest.importorskip("transformers.masking_utils")
-    window = masking.sliding_window_causal_mask_function(8)
-    with pytest.raises(ValueError, match="mask_function"):
-        registered.mask(2, 24, 24, mask_function=window)
-    with pytest.raises(ValueError, match="kv_length: is 64 for 1 queries after 24 keys"):
-        registered.mask(2, 1, 64, q_offset=24, mask_function=masking.causal_mask_function)
-    assert registered.mask(2, 1, 25, 24, 0, masking.causal_mask_function) is None
-
-
-def test_decoding_with_a_cache_gives_the_logits_of_the_whole(
-    llama: tuple[Any, torch.Tensor],
-) -> None:
-    model, tokens = llama
-    model.set_attn_implementation(registered.NAME)
-    with torch.no_grad():
-        whole = model(input_ids=tokens, use_cache=False).logits
-        first = model(input_ids=tokens[:, :90], use_cache=True)
-        rest = model(input_ids=tokens[:, 90:], cache=first.cache).logits
-    torch.testing.assert_close(rest, whole[:, 90:], atol=0.02, rtol=0.02)
 
 
 # Logits

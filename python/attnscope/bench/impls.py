@@ -20,14 +20,11 @@ from torch import Tensor
 from attnscope.bench import peers
 from attnscope.bench.aliases import ALIASES
 from attnscope.bench.peers import Call, Inputs
+from attnscope.bench.peers import Unsupported as Unsupported
 from attnscope.bench.workloads import Workload
 
 HALF = ("bfloat16", "float16")
 ALL_DTYPES = ("bfloat16", "float16", "float32", "float64")
-
-
-class Unsupported(Exception):
-    """An impl refused a workload when it was built; the message is the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,6 +302,16 @@ IMPLS: dict[str, Impl] = {
             ran={"cuda": r"FlashAttnFwdSm90"},
             absent=peers.fa3_absent,
             left_out=peers.fa3_left_out,
+            limits=Limits(dtypes=HALF, head_dim=256, head_dim_step=8, capability=(9, 0)),
+        ),
+        Impl(
+            name="fa3-metadata",
+            about="FlashAttention-3 on packed batches, its scheduler_metadata made once",
+            make=peers.fa3_metadata,
+            ran={"cuda": r"FlashAttnFwdSm90"},
+            not_ran=r"prepare_varlen_num_blocks",
+            absent=peers.fa3_absent,
+            left_out=peers.fa3_metadata_left_out,
             limits=Limits(dtypes=HALF, head_dim=256, head_dim_step=8, capability=(9, 0)),
         ),
         Impl(
