@@ -23,7 +23,6 @@ enum class Fault : uint32_t {
   kRelease,      // a consumer releases a K or V buffer late
   kReleaseTile,  // a reader of a tile's description releases it late
   kTile,         // a tile is handed out late
-  kCheck,        // V is checked late
 };
 
 #ifdef ATTNSCOPE_UNGUARDED_RING
@@ -32,9 +31,16 @@ constexpr bool kGuardedRing = false;
 constexpr bool kGuardedRing = true;
 #endif
 
-#ifdef ATTNSCOPE_FAULTS
+// racecheck follows an mbarrier arrival for the lane that arrives, and not what other lanes of the
+// warp read before a __syncwarp. For that tool every lane arrives where a warp has read ordinary
+// data; 32 arrivals at one barrier take time, so elsewhere one lane does.
+#ifdef ATTNSCOPE_RACECHECK
+constexpr bool kEveryLaneArrives = true;
+#else
+constexpr bool kEveryLaneArrives = false;
+#endif
 
-constexpr bool kFaults = true;
+#ifdef ATTNSCOPE_FAULTS
 
 struct FaultPlan {
   uint32_t seed;
@@ -68,8 +74,6 @@ __device__ __forceinline__ void inject(Fault fault, int count) {
 }
 
 #else
-
-constexpr bool kFaults = false;
 
 __device__ __forceinline__ void inject(Fault, int) {}
 

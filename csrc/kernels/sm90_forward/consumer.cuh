@@ -28,7 +28,7 @@ class Consumer {
     constexpr int kOther = Config::kScoresLive;  // otherwise one set serves
     Probabilities<Config> p[2];
     while (await_tile()) {
-      const TileBlocks t = read_blocks();
+      TileBlocks t = read_blocks();
       await_queries();
       skip(ptx::uniform(work().range.end), t.end, ConsumerTile::kSkipFirst);
       if (t.begin < t.end) {
@@ -71,6 +71,10 @@ class Consumer {
     __device__ __forceinline__ bool is_boundary(int block) const {
       return block < full_begin || block >= full_end;
     }
+    // From now on every block, if so.
+    __device__ __forceinline__ void treat_as_boundary(bool all) {
+      full_begin = max(full_begin, ptx::uniform(all) * INT_MAX);
+    }
   };
 
   // False if there is no tile.
@@ -112,8 +116,8 @@ class Consumer {
   }
 
   // S and P of the first block: there is no O to overlap with yet.
-  __device__ __forceinline__ void first_block(const TileBlocks& t, ptx::WgmmaDescriptor q,
-                                              int block, Probabilities<Config>& p) {
+  __device__ __forceinline__ void first_block(TileBlocks& t, ptx::WgmmaDescriptor q, int block,
+                                              Probabilities<Config>& p) {
     const Ring slot(blocks);
     mark(ConsumerTile::kAwaitK);
     wait(s.k_full[slot.stage], slot.parity);
@@ -126,14 +130,14 @@ class Consumer {
     mark(ConsumerTile::kSoftmax);
     release_scores(slot, block == t.begin);
     finish_scores(block, t.is_boundary(block));
-    raise_maximum<Config>(f, p, scale_log2(), factor);
+    t.treat_as_boundary(raise_maximum<Config>(f, p, scale_log2(), factor));
     if constexpr (!Config::kScoresLive) pack_probabilities<Config>(f, p);
     mark(ConsumerTile::kAwaitNextK);
     await_next_k(block > t.begin);
   }
 
   // S of this block, then O += P V of the block before; the softmax of S runs under both.
-  __device__ __forceinline__ void step(const TileBlocks& t, ptx::WgmmaDescriptor q, int block,
+  __device__ __forceinline__ void step(TileBlocks& t, ptx::WgmmaDescriptor q, int block,
                                        Probabilities<Config>& p_before,
                                        Probabilities<Config>& p_here) {
     const Ring v_slot(blocks++), k_slot(blocks);
@@ -150,7 +154,7 @@ class Consumer {
     mark(ConsumerStep::kSoftmax);
     if constexpr (Config::kScoresLive) release_scores(k_slot, block == t.begin);
     finish_scores(block, boundary);
-    const bool rescale = make_probabilities(p_here, block, boundary, k_slot);
+    const bool rescale = make_probabilities(t, p_here, block, boundary, k_slot);
     if constexpr (!Config::kScoresLive) {
       release_scores(k_slot, block == t.begin);
       ptx::pin_registers(f.s);
@@ -185,11 +189,15 @@ class Consumer {
     mark(ConsumerTile::kEpilogue);
     const bool finite = store_output<Config>(f, a, work(), consumer, s.o[threadIdx.x / 32 - 4]);
     if (__builtin_expect(a.hides_keys && ptx::uniform(!finite), false)) {
-      recompute_rows<Config>(a, work(), consumer);
+      recompute_rows<Config>(a, work(), static_cast<int>(threadIdx.x / 128) - 1);
     }
     inject(Fault::kReleaseTile, tiles);
-    // Every lane arrives, since every lane has read: racecheck follows an arrival for its own lane.
-    ptx::mbarrier_arrive(ptx::shared_address(&s.tile_empty[TileSlot(tiles).stage]));
+    uint64_t& empty = s.tile_empty[TileSlot(tiles).stage];
+    if constexpr (kEveryLaneArrives) {
+      ptx::mbarrier_arrive(ptx::shared_address(&empty));
+    } else {
+      release(empty);
+    }
     ++tiles;
   }
 
@@ -205,9 +213,10 @@ class Consumer {
   }
 
   // Softmax of S by the maximum in use, or by the true one where that must rise. True if it rose.
-  __device__ __forceinline__ bool make_probabilities(Probabilities<Config>& p, int block,
-                                                     bool boundary, const Ring& k_slot) {
-    // A boundary block may be the first that some rows see: there the maximum surely rises.
+  __device__ __forceinline__ bool make_probabilities(TileBlocks& t, Probabilities<Config>& p,
+                                                     int block, bool boundary, const Ring& k_slot) {
+    // A boundary block may be the first that some rows see: there the maximum surely rises. In a
+    // giant warp every block counts as one.
     bool rises = boundary;
     if (__builtin_expect(!boundary, true)) {
       rises = !softmax<Config>(f, p, scale_log2());
@@ -221,7 +230,7 @@ class Consumer {
     }
     if (__builtin_expect(rises, false)) {
       mark(ConsumerStep::kRaiseMaximum);
-      raise_maximum<Config>(f, p, scale_log2(), factor);
+      t.treat_as_boundary(raise_maximum<Config>(f, p, scale_log2(), factor));
     }
     return rises;
   }

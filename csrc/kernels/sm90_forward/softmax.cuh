@@ -8,6 +8,7 @@
 #include "attn/scores.cuh"
 #include "kernels/sm90_forward/shared.cuh"
 #include "ptx/math.cuh"
+#include "ptx/sync.cuh"
 
 namespace attnscope::sm90 {
 
@@ -40,13 +41,12 @@ __device__ __forceinline__ void put(Fragments<Config>& f, Probabilities<Config>&
 
 // Probabilities and partial sums by the row maximum in use, without looking for the new one first:
 // the search (a chain of comparisons and shuffles) runs beside the exponentials, not before them.
-// False where a score passed the maximum by more than kHeadroom in any row of the warp, or a row is
-// giant. Then the sums are unchanged, and raise_maximum must do the block again from its scores.
+// False where a score passed the maximum by more than kHeadroom in any row of the warp. Then the
+// sums are unchanged, and raise_maximum must do the block again from its scores.
 template <class Config>
 __device__ __forceinline__ bool softmax(Fragments<Config>& f, Probabilities<Config>& p,
                                         float scale_log2) {
-  // A giant maximum passes kHeadroom by itself.
-  float top = fmaxf(fabsf(f.row_max[0]), fabsf(f.row_max[1])) * (kHeadroom * 0x1p-20f);
+  float top = -INFINITY;
   float sum[2] = {f.row_sum[0], f.row_sum[1]};
 #pragma unroll
   for (int i = 0; i < Config::kBlockN / 4; ++i) {
@@ -65,9 +65,10 @@ __device__ __forceinline__ bool softmax(Fragments<Config>& f, Probabilities<Conf
   return true;
 }
 
-// The same by the true maximum; `factor` is what O must be scaled by.
+// The same by the true maximum; `factor` is what O must be scaled by. True if a row maximum of the
+// warp is giant now: then the next blocks must come here too.
 template <class Config>
-__device__ __forceinline__ void raise_maximum(Fragments<Config>& f, Probabilities<Config>& p,
+__device__ __forceinline__ bool raise_maximum(Fragments<Config>& f, Probabilities<Config>& p,
                                               float scale_log2, float (&factor)[2]) {
   float new_max[2];
 #pragma unroll
@@ -75,8 +76,8 @@ __device__ __forceinline__ void raise_maximum(Fragments<Config>& f, Probabilitie
     new_max[half] = fmaxf(f.row_max[half], row_maximum(f.s, half) * scale_log2);
   }
   // Giant scores are scaled before the maximum is taken off: the largest then gives 2^0.
-  const bool giant = is_giant(new_max[0]) || is_giant(new_max[1]);
-  if (__builtin_expect(__any_sync(0xffffffffu, giant), false)) {
+  const bool giant = __any_sync(0xffffffffu, is_giant(new_max[0]) || is_giant(new_max[1]));
+  if (__builtin_expect(giant, false)) {
 #pragma unroll
     for (int i = 0; i < Config::kBlockN / 2; ++i) f.s[i] *= scale_log2;
     scale_log2 = 1.0f;
@@ -96,6 +97,7 @@ __device__ __forceinline__ void raise_maximum(Fragments<Config>& f, Probabilitie
     }
     f.row_sum[half] = sum;
   }
+  return giant;
 }
 
 template <class Config>
