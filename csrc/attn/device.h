@@ -1,4 +1,4 @@
-// What the host asks of a device once and keeps. Host only.
+// Attributes of a device, queried once and cached. Host only.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,7 +16,7 @@ struct DeviceFacts {
   int sms;
 };
 
-// The current device. CUDA is asked for its attributes on the first call only.
+// The current device. Only the first call queries its attributes.
 inline DeviceFacts current_device() {
   static std::atomic<int> known[kMaxDevices];  // 0: not yet; otherwise major << 16 | sms
   int device = -1;
@@ -36,8 +36,8 @@ inline DeviceFacts current_device() {
   return {device, packed >> 16, packed & 0xffff};
 }
 
-// Lets a kernel use `bytes` of dynamic shared memory on a device; CUDA is asked once per device.
-// `allowed` is the kernel's own, static: bit i is device i.
+// Allows a kernel `bytes` of dynamic shared memory on a device; calls CUDA once per device.
+// `allowed` is a static variable of the kernel; bit i is device i.
 inline cudaError_t allow_shared_memory(const void* kernel, int bytes, int device,
                                        std::atomic<uint64_t>& allowed) {
   const uint64_t bit = uint64_t{1} << device;

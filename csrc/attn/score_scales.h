@@ -6,7 +6,7 @@
 namespace attnscope {
 
 // Plain path: P = 2^(s * scale_log2 - max). With softcap, or a scale that is not positive (whose
-// maximum is not that of the raw scores), the scores are made final first: transform.
+// maximum is not the raw scores' maximum), the scores are made final first: transform.
 struct ScoreScales {
   bool transform;
   float factor;   // of the raw scores when transforming: the scale, or 2 log2(e) scale / softcap

@@ -1,5 +1,4 @@
-// Addresses in shared memory as PTX instructions take them, and loads and stores by them. PTX ISA
-// 9.7.9.
+// Shared-memory addresses for PTX instructions, and loads and stores through them. PTX ISA 9.7.9.
 #pragma once
 
 #include <cstdint>

@@ -30,7 +30,7 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   return y;
 }
 
-// value << count; 0 from a count of 32 on. PTX ISA shl.
+// value << count; 0 for a count of 32 or more. PTX ISA shl.
 __device__ __forceinline__ uint32_t shift_left(uint32_t value, uint32_t count) {
   uint32_t r;
   asm("shl.b32 %0, %1, %2;" : "=r"(r) : "r"(value), "r"(count));
@@ -55,8 +55,8 @@ __device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
   return r;
 }
 
-// 0 times each of two packed elements, added to `sum`: NaN where one is NaN or infinite. PTX ISA
-// fma (half precision), sm_90 for bf16.
+// sum + 0 * each of two packed elements: NaN where an element is NaN or infinite. PTX ISA fma (half
+// precision), sm_90 for bf16.
 template <class Element>
 __device__ __forceinline__ uint32_t fma_zero(uint32_t pair, uint32_t sum);
 

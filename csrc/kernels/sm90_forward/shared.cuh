@@ -90,7 +90,7 @@ struct TileQueue {
 };
 
 #ifdef ATTNSCOPE_FAULTS
-// A copy that waits for its time. The producer fills it, the checker's warp issues it.
+// A delayed copy. The producer fills it in; the checker's warp issues it.
 struct LateCopy {
   int ready;
   int is_k, stage, row, head, head_kv, batch;
@@ -132,7 +132,7 @@ struct ForwardArguments {
   Divisor heads;          // groups of query heads
   Divisor heads_per_key;  // query heads of a key head
   int tiles;              // dense: how many; packed: at most
-  bool prefetch_tiles;    // take tiles as soon as there is room for them
+  bool prefetch_tiles;    // take a tile as soon as a slot is free
   bool packed;
   bool checks_values;    // V of boundary blocks is checked: see values.cuh
   TileCounter* counter;  // null: a static schedule, by the two numbers that follow

@@ -11,7 +11,7 @@
 
 namespace attnscope::sm90 {
 
-// A thread's rows are g and g + 8 of its warp's 16 rows, g = lane / 4. Of every 8 columns it has
+// A thread's rows are g and g + 8 of its warp's 16 rows, g = lane / 4. Its columns of every 8 are
 // 2 (lane % 4) and the next: element 4 n + 2 half + i.
 template <class Config>
 struct Fragments {
@@ -25,12 +25,12 @@ struct Fragments {
 template <class Config>
 using Probabilities = uint32_t[Config::kBlockN / 4];
 
-// A row whose maximum (times scale_log2) is at least 2^20 in magnitude is giant: there the rounding
-// of the maximum is no longer small against a score's distance from it.
+// A row is giant if its maximum (times scale_log2) is at least 2^20 in magnitude: the rounding
+// error of the maximum is then no longer small beside the differences between scores.
 constexpr float kGiant = 0x1p20f;
 
-// Keeps a pair of probabilities: packed into registers of its own while the scores stay; or, where
-// registers are short, in place of the scores, to be packed once P V has read the last ones.
+// Stores a pair of probabilities. With live scores: packed, in registers of their own. Otherwise in
+// place of the scores, to be packed once P V has read the probabilities before.
 template <class Config>
 __device__ __forceinline__ void put(Fragments<Config>& f, Probabilities<Config>& p, int i,
                                     float low, float high) {
@@ -42,10 +42,10 @@ __device__ __forceinline__ void put(Fragments<Config>& f, Probabilities<Config>&
   }
 }
 
-// Probabilities and partial sums by the row maximum in use, without looking for the new one first:
-// the search (a chain of comparisons and shuffles) runs beside the exponentials, not before them.
-// False where a score passed the maximum by more than kHeadroom in any row of the warp, or a row is
-// giant. Then the sums are unchanged, and raise_maximum must do the block again from its scores.
+// Probabilities and partial sums by the row maximum in use. The search for a new maximum (a chain
+// of comparisons and shuffles) runs beside the exponentials, not before them. False if a score
+// exceeds the maximum by more than kHeadroom in any row of the warp, or a row is giant. The sums
+// are then unchanged, and raise_maximum must repeat the block from its scores.
 template <class Config>
 __device__ __forceinline__ bool softmax(Fragments<Config>& f, Probabilities<Config>& p,
                                         float scale_log2) {
@@ -69,7 +69,7 @@ __device__ __forceinline__ bool softmax(Fragments<Config>& f, Probabilities<Conf
   return true;
 }
 
-// The same by the true maximum; `factor` is what O must be scaled by.
+// Probabilities and sums by the true maximum; O must be scaled by `factor`.
 template <class Config>
 __device__ __forceinline__ void raise_maximum(Fragments<Config>& f, Probabilities<Config>& p,
                                               float scale_log2, float (&factor)[2]) {

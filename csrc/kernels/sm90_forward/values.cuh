@@ -1,10 +1,11 @@
 // The checker: a warp that makes V of boundary blocks safe to multiply by P = 0.
 //
-// In a block that only some rows of a tile see, the product takes 0 times V for the other rows, and
-// 0 times NaN or infinity is NaN. V of such a block lands on a barrier that only this warp waits
-// for. It sets to zero the rows that no row of the tile sees (other sequences, keys before a
-// window) and elements that are not finite, and then completes v_full. The consumers add what was
-// not finite to the rows that see it, at the end of the tile and from global memory: a rare path.
+// In a block that only some rows of a tile see, the product computes 0 times V for the other rows,
+// and 0 times NaN or infinity is NaN. TMA completes v_landed for such a block, and only this warp
+// waits for that barrier. The warp sets to zero the keys that no row of the tile sees (other
+// sequences, keys before a window) and elements that are not finite; then it completes v_full. At
+// the end of the tile the consumers add the elements that are not finite, from global memory, to
+// the rows that see them: a rare path.
 #pragma once
 
 #include "kernels/sm90_forward/producer.cuh"
@@ -13,8 +14,8 @@
 
 namespace attnscope::sm90 {
 
-// Waits for a phase of a barrier. In a build with injected faults this warp also issues late copies
-// meanwhile. Warp-converged.
+// Waits for a phase of a barrier. In a build with injected faults the warp issues late copies while
+// it waits. Warp-converged.
 template <class Config>
 __device__ __forceinline__ void wait_and_serve(const ForwardArguments& a, ForwardShared<Config>& s,
                                                uint64_t& barrier, int parity) {
@@ -118,8 +119,9 @@ __device__ __forceinline__ void check_values(const ForwardArguments& a, ForwardS
 #endif
 }
 
-// Adds what make_finite took away to the rows that see it: as itself, since P > 0 there. After a
-// warp has stored its 16 rows; it changes them in global memory. Warp-converged.
+// Adds the elements that make_finite removed to the rows that see them. P > 0 there, so each counts
+// as itself. Called after the warp has stored its 16 rows; changes them in global memory.
+// Warp-converged.
 template <class Config>
 __device__ __forceinline__ void add_not_finite(const ForwardArguments& a, const TileWork& w,
                                                int consumer) {
