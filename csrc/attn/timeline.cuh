@@ -3,8 +3,7 @@
 //
 // Layout    uint32 words in rows of 16. Each block has one row of its own, then for each lane (a
 //           role) one end row, tile_rows + 1 rows for its tiles and step_rows + 1 for its steps.
-// Marks     the lane, the count of the tile or step, and the word give a mark its place. A mark is
-// a
+// Marks     the lane, the number of the tile or step, and the word address a mark. A mark is a
 //           clock reading and a store, without atomics or waits. A word of 0 is no mark.
 // Overflow  rows past the capacity go to the spare last row; the end row counts all rows.
 // Reader    python/attnscope/timeline/recording.py.

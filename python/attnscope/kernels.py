@@ -331,4 +331,5 @@ def print_kernels(as_json: bool) -> None:
         print(json.dumps(rows, indent=1))
         return
     console().print(kernels_table(rows))
+    say("The tile that serves a call: attnscope kernels --head-dim 128 --seq-len 1024")
     say(f"_C_cuda: {library_status()['_C_cuda']}")
