@@ -17,6 +17,13 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(max(1, torch.get_num_threads() // workers))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if marks & {"slow", "sanitizer"} and "timeout" not in marks:
+            item.add_marker(pytest.mark.timeout(1800))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     marks = {mark.name for mark in item.iter_markers()}
     if marks & {"gpu", "sm90", "sanitizer"} and not torch.cuda.is_available():

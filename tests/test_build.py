@@ -69,6 +69,7 @@ def test_a_library_keeps_its_cuda_runtime_to_itself(library):
     assert re.findall(r"\b_*cuda\w+", defined) == []
 
 
+@pytest.mark.timeout(900)
 def test_one_wheel_serves_every_python(tmp_path):
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     command = [*pip, "wheel", str(ROOT), "--no-build-isolation", "--no-deps", "--no-index"]
@@ -83,7 +84,8 @@ def test_one_wheel_serves_every_python(tmp_path):
     assert {Path(name).suffix for name in names} <= {".py", ".so", ".json", ".yaml", ".j2"}
     assert all(name.startswith("attnscope/") for name in names)
 
-    script = "import attnscope; print(attnscope.__file__)"
+    assert "attnscope/profile/render/templates/profile.html.j2" in names
+    script = "import attnscope, attnscope.ops; print(attnscope.__file__)"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     run = subprocess.run(
         [sys.executable, "-c", script],

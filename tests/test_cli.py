@@ -1,6 +1,7 @@
 """The command line: what it prints, what it writes, how it refuses."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import attnscope as attnscope_package
 from attnscope import cli
 from attnscope.common.results import read_results
 
@@ -24,14 +26,96 @@ def attnscope(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_help_lists_every_command_without_importing_them():
-    probe = "import sys; sys.argv = ['attnscope', '--help']\n"
-    probe += "from attnscope import cli\ntry: cli.main()\nexcept SystemExit: pass\n"
-    probe += "print('loaded', [m for m in sys.modules if m.startswith('attnscope.bench')])"
+RECORD = str(ROOT / "benchmarks/results/h200/gqa-forward.json")
+PROBE = """
+import sys
+from attnscope import cli
+sys.argv = ["attnscope", *sys.argv[1:]]
+try:
+    cli.main()
+finally:
+    loaded = [name for name in ("torch", "attnscope.functional") if name in sys.modules]
+    print("loaded", loaded, file=sys.stderr)
+"""
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", PROBE, *arguments]
+    env = os.environ | environment
+    return subprocess.run(command, capture_output=True, text=True, env=env)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["profile", "--help"],
+        ["bench", "--help"],
+        ["env", "--help"],
+        ["compare", "--impl-a", "cuda", "--impl-b", "flash", RECORD],
+        ["plot", RECORD, "--output-dir", "plots"],
+        ["export", RECORD, "rows.csv"],
+    ],
+    ids=" ".join,
+)
+def test_what_runs_no_kernel_does_not_import_torch(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1] == "loaded []"
+    if arguments == ["--help"]:
+        assert all(name in done.stdout for name in cli.COMMANDS)
+
+
+def test_the_package_is_loaded_when_it_is_first_used():
+    probe = "import sys, attnscope\nassert 'torch' not in sys.modules\n"
+    probe += "assert 'attention' in dir(attnscope)\nfrom attnscope import attention\n"
+    probe += "assert 'torch' in sys.modules and attention is attnscope.attention\n"
+    probe += "import attnscope.ops, torch; torch.ops.attnscope.forward\n"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert all(name in done.stdout for name in cli.COMMANDS)
-    assert "loaded []" in done.stdout
+    with pytest.raises(AttributeError, match="module 'attnscope' has no attribute 'atention'"):
+        attnscope_package.atention  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compare", "none.json", RECORD], "none.json: No such file"),
+        (["export", RECORD, "nowhere/rows.csv"], "nowhere"),
+        (["plot", "none.json"], "none.json: No such file"),
+        (["profile", "--trace", "none.json"], "none.json: No such file"),
+        (["bench", "--device", "cpu", "--suite", "none"], "suite: 'none' is neither"),
+        (["profile"], "give a script to run"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_errors_are_on_stderr_with_exit_code_2(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run(*arguments)
+    assert done.returncode == 2 and message in done.stderr
+    assert done.stdout == "" and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("command", "code"), [("kernels", 2), ("env", 1)])
+def test_a_missing_library_is_one_line(command, code, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "attnscope._load", None)
+    monkeypatch.delitem(sys.modules, "attnscope.doctor", raising=False)
+    monkeypatch.delattr(attnscope_package, "doctor", raising=False)
+    monkeypatch.setattr(sys, "argv", ["attnscope", command])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    out, err = capsys.readouterr()
+    assert (exit_.value.code, out) == (code, "")
+    assert "attnscope._load" in err and len(err.splitlines()) == 1
+
+
+def test_shells_complete_the_options_of_a_command():
+    line = {"_ATTNSCOPE_COMPLETE": "complete_bash", "COMP_WORDS": "attnscope compare --impl"}
+    done = run(**line, COMP_CWORD="2")
+    assert {"--impl-a", "--impl-b"} <= set(done.stdout.split())
+    line = {"_ATTNSCOPE_COMPLETE": "complete_bash", "COMP_WORDS": "attnscope com"}
+    assert "compare" in run(**line, COMP_CWORD="1").stdout.split()
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -63,7 +147,7 @@ def test_bench_writes_a_file_and_prints_a_table(tmp_path):
     assert "flash is sdpa-flash" in out
     assert "GFLOP/s: dtype bf16, D 16, heads 2, batch 1, causal yes" in out
     assert "timer wall-clock; caches warm" in out
-    assert "speed over sdpa-flash, geometric mean (workloads): naive" in out
+    assert "speed over sdpa-flash, geometric mean (workloads), S 32 to 48: naive" in out
     code, out = attnscope("export", str(path), str(tmp_path / "r.csv"))
     assert code == 0 and (tmp_path / "r.csv").read_text().startswith("impl,workload")
 
@@ -175,7 +259,7 @@ def test_a_check_of_nothing_is_no_success():
 def test_list_shows_suites_impls_and_aliases():
     code, out = attnscope("bench", "--list", "--device", "cpu")
     assert code == 0
-    assert "suites: check, gqa, paper, quick, short, varlen" in out
+    assert "suites: check, gqa, models, paper, quick, short, tiny, varlen" in out
     assert "flash is sdpa-flash" in out and "[runs on cuda]" in out
 
 

@@ -36,10 +36,11 @@ inline DeviceFacts current_device() {
   return {device, packed >> 16, packed & 0xffff};
 }
 
-// Allows a kernel `bytes` of dynamic shared memory on a device; calls CUDA once per device.
-// `allowed` is a static variable of the kernel; bit i is device i.
-inline cudaError_t allow_shared_memory(const void* kernel, int bytes, int device,
-                                       std::atomic<uint64_t>& allowed) {
+// Allows `kernel` `bytes` of dynamic shared memory; calls CUDA once for each kernel and device.
+template <auto kernel>
+cudaError_t allow_shared_memory(int device, int bytes) {
+  static std::atomic<uint64_t> allowed{0};  // bit i: device i
+  if (device < 0) return cudaErrorInvalidDevice;
   const uint64_t bit = uint64_t{1} << device;
   if (allowed.load(std::memory_order_relaxed) & bit) return cudaSuccess;
   const cudaError_t error =

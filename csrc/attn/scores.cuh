@@ -3,18 +3,47 @@
 // mma.sync's m16n8 tiles and wgmma's m64nN tiles agree on this.
 #pragma once
 
+#include <cfloat>
+
 #include "attn/block_range.cuh"
 #include "attn/score_scales.h"
 #include "ptx/math.cuh"
 
 namespace attnscope {
 
-// Raw scores to final logits, see ScoreScales::transform.
-template <int kCount>
+// softcap * tanh(score / softcap) for a wide cap. While x is small: score * (tanh(x) / x) by a
+// minimax polynomial, so that neither cancellation nor an overflow of 2 softcap costs precision.
+// `inverse` is 2^32 / softcap, which is a normal number for every softcap.
+__device__ __forceinline__ float cap_wide(float score, float softcap, float inverse) {
+  const float x = score * 0x1p-32f * inverse;
+  const bool small = fabsf(x) < 0.5f;
+  float result = score;
+  if (__any_sync(0xffffffffu, small)) {
+    const float z = x * x;
+    float p = fmaf(1.725699421e-2f, z, -5.305295209e-2f);
+    p = fmaf(p, z, 1.332598732e-1f);
+    p = fmaf(p, z, -3.333314838e-1f);
+    result = fmaf(score * z, p, score);
+  }
+  if (!__all_sync(0xffffffffu, small)) {
+    const float r = ptx::reciprocal_approx(ptx::exp2_approx(x * 2.885390082f) + 1.0f);
+    const float large = softcap * fmaf(-2.0f, r, 1.0f);
+    result = small ? result : large;
+  }
+  return result;
+}
+
+// Raw scores to final logits, see ScoreScales::transform. Without kWide, for calls without
+// kCapWide: the code for that is long.
+template <bool kWide = true, int kCount>
 __device__ __forceinline__ void transform_scores(float (&s)[kCount], const ScoreScales& scales) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) s[i] *= scales.factor;
-  if (scales.softcap > 0.0f) {
+  if (kWide && scales.transform == kCapWide) {
+    const float inverse = ptx::reciprocal_approx(scales.softcap * 0x1p-32f);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) s[i] = cap_wide(s[i], scales.softcap, inverse);
+  } else if (scales.transform == kCap) {
     // cap tanh(x) = cap - 2 cap / (e^2x + 1); tanh.approx would cost 2^-11 of the cap.
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -27,6 +56,13 @@ __device__ __forceinline__ void transform_scores(float (&s)[kCount], const Score
 // P may pass 1 by this power of two before O and the sums are rescaled to a new maximum. It costs
 // nothing: fp32 sums hold it, and P has the same relative precision at any scale.
 constexpr float kHeadroom = 8.0f;
+
+// A scaled row maximum so large that its rounding, up to half of 2^-3 here and more above, would
+// show in 2^(s * scale_log2 - max). Then the scores are scaled, and rounded, first: the exponent of
+// an equal score is exactly 0. The lowest finite float is no maximum: the row has seen no key.
+__device__ __forceinline__ bool is_giant(float row_max) {
+  return fabsf(row_max) >= 0x1p20f && fabsf(row_max) < FLT_MAX;
+}
 
 // The largest score of the thread's upper (half 0) or lower row, over all columns.
 template <int kCount>

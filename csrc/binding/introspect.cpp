@@ -7,6 +7,7 @@
 #include <string>
 #include <type_traits>
 
+#include "attn/score_scales.h"
 #include "binding/forward.h"
 #include "kernels/sm80_forward/config.cuh"
 #include "kernels/sm90_forward/config.cuh"
@@ -158,13 +159,21 @@ std::string choose_sm90(const ForwardParams& p, bool packed, const Device& devic
   return json.text();
 }
 
-std::string choose_sm80(const ForwardParams& p, bool packed, const Device& device) {
-  const sm80::ForwardTile t = sm80::forward_tile(std::max(p.head_dim, p.head_dim_v));
+// Why the Hopper kernel does not serve a call whose tensors it can address; empty if it does.
+std::string unsupported_sm90(const ForwardParams& p, const Device& device) {
+  if (device.capability / 10 != 9) {
+    return "the device has compute capability " + std::to_string(device.capability / 10) + "." +
+           std::to_string(device.capability % 10) + "; the Hopper kernel needs 9.0";
+  }
+  return p.softcap >= kWideCap ? "softcap is 256 or more" : "";
+}
+
+std::string choose_sm80(const ForwardParams& p, bool packed, const Device& device,
+                        const std::string& not_sm90) {
+  const sm80::ForwardTile& t =
+      sm80::kForwardTiles[sm80::forward_row(std::max(p.head_dim, p.head_dim_v))];
   const long long heads = static_cast<long long>(p.batch) * p.heads_q;
   const long long tiles = (p.seqlen_q + t.block_m - 1LL) / t.block_m * heads;
-  const std::string not_sm90 =
-      "the device has compute capability " + std::to_string(device.capability / 10) + "." +
-      std::to_string(device.capability % 10) + "; the Hopper kernel needs 9.0";
   JsonObject json;
   json.add("kernel", "sm80_forward")
       .add("tile", describe(t))
@@ -179,8 +188,8 @@ std::string choose_sm80(const ForwardParams& p, bool packed, const Device& devic
 
 std::string choose_forward(int64_t head_dim, int64_t head_dim_v, int64_t seqlen_q, int64_t seqlen_k,
                            int64_t batch, int64_t heads_q, int64_t heads_kv, bool causal,
-                           int64_t window_left, int64_t window_right, bool packed, int64_t sms,
-                           int64_t capability) {
+                           int64_t window_left, int64_t window_right, bool packed, double softcap,
+                           int64_t sms, int64_t capability) {
   AttentionSizes s{};
   s.packed = packed;
   s.batch = batch;
@@ -193,6 +202,8 @@ std::string choose_forward(int64_t head_dim, int64_t head_dim_v, int64_t seqlen_
   const Device device{sms, capability};
   check(s, device);
   check_window(window_left, window_right);
+  STD_TORCH_CHECK(softcap >= 0, "softcap must be >= 0 (0: none), got ", softcap);
+  check_float32(softcap, "softcap");
   ForwardParams p{};
   p.batch = static_cast<int>(batch);
   p.seqlen_q = static_cast<int>(seqlen_q);
@@ -201,8 +212,11 @@ std::string choose_forward(int64_t head_dim, int64_t head_dim_v, int64_t seqlen_
   p.heads_kv = static_cast<int>(heads_kv);
   p.head_dim = static_cast<int>(head_dim);
   p.head_dim_v = static_cast<int>(head_dim_v);
+  p.softcap = softcap;
   set_window(p, causal, window_left, window_right);
-  return capability / 10 == 9 ? choose_sm90(p, packed, device) : choose_sm80(p, packed, device);
+  const std::string not_sm90 = unsupported_sm90(p, device);
+  return not_sm90.empty() ? choose_sm90(p, packed, device)
+                          : choose_sm80(p, packed, device, not_sm90);
 }
 
 }  // namespace

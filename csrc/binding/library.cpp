@@ -21,5 +21,5 @@ STABLE_TORCH_LIBRARY(attnscope, m) {
   m.def(
       "choose_forward(*, int head_dim, int head_dim_v, int seqlen_q, int seqlen_k, int batch, "
       "int heads_q, int heads_kv, bool causal, int window_left, int window_right, bool packed, "
-      "int sms, int capability) -> str");
+      "float softcap, int sms, int capability) -> str");
 }

@@ -10,6 +10,7 @@
 #include "attn/params.h"
 #include "cpu/block.h"
 #include "cpu/half.h"
+#include "cpu/product.h"
 #include "cpu/simd.h"
 
 namespace attnscope::cpu::ATTNSCOPE_ISA {
@@ -17,82 +18,6 @@ namespace {
 
 // Longest chain of additions: partial sums of this length are added up, which rounds less.
 constexpr int64_t kSumLength = 64;
-// Rows of the accumulator that stays in registers; divides every head dim.
-template <int kVectors>
-constexpr int kTileRows = kVectors == 1 ? 8 : 4;
-
-constexpr int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
-constexpr int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
-
-// A tile of K or V as the product reads it: the caller's memory, or a converted copy.
-template <class T>
-struct Tile {
-  const T* data;
-  int64_t stride;
-};
-
-template <class T, class Element>
-Tile<T> load_tile(const Element* rows, int64_t stride, int64_t count, int64_t dim, T* copy) {
-  if constexpr (sizeof(T) == sizeof(Element)) {
-    return {rows, stride};
-  } else {
-    for (int64_t i = 0; i < count; ++i) {
-      for (int64_t d = 0; d < dim; ++d) copy[i * dim + d] = to_compute(rows[i * stride + d]);
-    }
-    return {copy, dim};
-  }
-}
-
-// What becomes of the product: c = product, c += product, c = c * rescale + product.
-enum class Store { kSet, kAdd, kRescale };
-
-// The product sum over steps of a(r, step) * b[step][:], for kRows rows and kVectors vectors of
-// columns; a(r, step) = a[r * a_row + step * a_step].
-// kGuarded: where b is 0, a counts as 0 too, be it infinite or NaN.
-template <class T, int kRows, int kVectors, bool kGuarded>
-inline void multiply_tile(const T* a, int64_t a_row, int64_t a_step, const T* b, int64_t steps,
-                          int64_t columns, Store how, const T* rescale, T* c) {
-  Vec<T> acc[kRows][kVectors] = {};
-  for (int64_t step = 0; step < steps; ++step) {
-    for (int v = 0; v < kVectors; ++v) {
-      const Vec<T> factor = load(b + step * columns + v * kLanes<T>);
-      for (int r = 0; r < kRows; ++r) {
-        const T x = a[r * a_row + step * a_step];
-        if constexpr (kGuarded) {
-          acc[r][v] += factor != 0 ? factor * x : Vec<T>{};
-        } else {
-          acc[r][v] += factor * x;
-        }
-      }
-    }
-  }
-  for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVectors; ++v) {
-      T* at = c + r * columns + v * kLanes<T>;
-      if (how == Store::kAdd) acc[r][v] += load<T>(at);
-      if (how == Store::kRescale) acc[r][v] += load<T>(at) * load(rescale + v * kLanes<T>);
-      store(at, acc[r][v]);
-    }
-  }
-}
-
-template <class T, int kVectors, bool kGuarded = false>
-void multiply(const T* a, int64_t a_row, int64_t a_step, int64_t rows, const T* b, int64_t steps,
-              int64_t columns, Store how, const T* rescale, T* c) {
-  constexpr int kRows = kTileRows<kVectors>;
-  for (int64_t col = 0; col < columns; col += kVectors * kLanes<T>) {
-    const T* factors = rescale + col;
-    int64_t r = 0;
-    for (; r + kRows <= rows; r += kRows) {
-      multiply_tile<T, kRows, kVectors, kGuarded>(a + r * a_row, a_row, a_step, b + col, steps,
-                                                  columns, how, factors, c + r * columns + col);
-    }
-    for (; r < rows; ++r) {
-      multiply_tile<T, 1, kVectors, kGuarded>(a + r * a_row, a_row, a_step, b + col, steps, columns,
-                                              how, factors, c + r * columns + col);
-    }
-  }
-}
 
 // Keys [begin, end) of query i are i + begin .. i + end - 1, cut to the segment.
 struct Visible {
@@ -120,6 +45,49 @@ void mask(T* scores, int64_t first_key, int64_t keys, int64_t columns, const Vis
       T* at = scores + j * columns + col;
       const auto hidden = (query < first) | (query > last);
       store(at, hidden ? broadcast(static_cast<T>(-HUGE_VAL)) : load(at));
+    }
+  }
+}
+
+// Whether the tile holds NaN or infinity: x * 0 is 0 or NaN.
+template <class T>
+bool has_nonfinite(const Tile<T>& tile, int64_t keys, int64_t dim) {
+  constexpr int64_t kStep = 8;  // divides every head dim
+  T zeros[kStep] = {};
+  for (int64_t j = 0; j < keys; ++j) {
+    for (int64_t d = 0; d < dim; d += kStep) {
+      for (int64_t i = 0; i < kStep; ++i) zeros[i] += tile.data[j * tile.stride + d + i] * 0;
+    }
+  }
+  bool found = false;
+  for (const T zero : zeros) found |= zero != 0;
+  return found;
+}
+
+// The tile with 0 in place of NaN and infinity, in `copy`, where a converted tile already lies.
+template <class T>
+Tile<T> finite_tile(const Tile<T>& tile, int64_t keys, int64_t dim, T* copy) {
+  for (int64_t j = 0; j < keys; ++j) {
+    for (int64_t d = 0; d < dim; ++d) {
+      const T x = tile.data[j * tile.stride + d];
+      copy[j * dim + d] = x - x == 0 ? x : T{0};
+    }
+  }
+  return {copy, dim};
+}
+
+// Adds the NaN and infinities of V's rows to acc [dim][query] of the queries that see their key.
+// The weight is left out: it is above 0, and p * inf = inf.
+template <class T, class Element>
+void add_nonfinite(const Element* rows, int64_t stride, int64_t first_key, int64_t keys,
+                   int64_t dim, int64_t columns, const Visible& visible, T* acc) {
+  for (int64_t j = 0; j < keys; ++j) {
+    const int64_t first = max(0, first_key + j - visible.end + 1);
+    const int64_t end = min(columns, first_key + j - visible.begin + 1);
+    for (int64_t d = 0; d < dim; ++d) {
+      const T x = to_compute(rows[j * stride + d]);
+      if (x - x == 0) continue;
+      for (int64_t i = first; i < end; ++i) acc[d * columns + i] += x;
     }
   }
 }
@@ -248,7 +216,7 @@ void forward_columns(const ForwardParams& p, const QueryBlock& block, int64_t co
     const bool masked = key < last + visible.begin || key + keys > visible.end;
     const Tile<T> k_tile =
         load_tile<T>(k + key * p.k_stride.row, p.k_stride.row, keys, head_dim, k_copy);
-    const Tile<T> v_tile =
+    Tile<T> v_tile =
         load_tile<T>(v + key * p.v_stride.row, p.v_stride.row, keys, head_dim_v, v_copy);
 
     for (int64_t d = 0; d < head_dim; d += kSumLength) {
@@ -261,9 +229,15 @@ void forward_columns(const ForwardParams& p, const QueryBlock& block, int64_t co
     }
     if (masked) mask(scores, key, keys, columns, visible);
     softmax<T, kVectors>(scores, keys, columns, static_cast<T>(scale.factor), state);
-    const auto accumulate = masked ? multiply<T, kVectors, true> : multiply<T, kVectors, false>;
-    accumulate(v_tile.data, 1, v_tile.stride, head_dim_v, scores, keys, columns, Store::kRescale,
-               state.rescale, acc);
+    // Where some query does not see some key, whose weight is 0: 0 times NaN would be NaN.
+    const bool split = masked && has_nonfinite(v_tile, keys, head_dim_v);
+    if (split) v_tile = finite_tile(v_tile, keys, head_dim_v, v_copy);
+    multiply<T, kVectors>(v_tile.data, 1, v_tile.stride, head_dim_v, scores, keys, columns,
+                          Store::kRescale, state.rescale, acc);
+    if (split) {
+      add_nonfinite(v + key * p.v_stride.row, p.v_stride.row, key, keys, head_dim_v, columns,
+                    visible, acc);
+    }
   }
   store_rows<T, Element>(p, block, acc, columns, scale.factor, state);
 }

@@ -47,9 +47,11 @@ Rows segment(const int32_t* cu_seqlens, int64_t b, int64_t total, int64_t max_se
 }
 
 // The query blocks of one head, longest first within a segment: under a causal mask the last rows
-// see the most keys, and the threads should not end on one of those.
-std::vector<QueryBlock> query_blocks(const ForwardParams& p) {
-  std::vector<QueryBlock> blocks;
+// see the most keys, and the threads should not end on one of those. The calling thread's own, kept
+// for its next call.
+const std::vector<QueryBlock>& query_blocks(const ForwardParams& p) {
+  static thread_local std::vector<QueryBlock> blocks;
+  blocks.clear();
   for (int64_t b = 0; b < p.batch; ++b) {
     Rows q{0, p.seqlen_q}, k{0, p.seqlen_k};
     if (p.packed()) {
@@ -77,14 +79,22 @@ size_t element_size(DType dtype) {
   }
 }
 
-struct Scratch {
-  static constexpr std::align_val_t kAlign{64};
-  explicit Scratch(size_t bytes) : data(::operator new(bytes, kAlign)) {}
-  ~Scratch() { ::operator delete(data, kAlign); }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  void* data;
-};
+// A thread's memory for one block, at most 560 KiB. It is kept until the thread ends: blocks of
+// this size, allocated and freed at every call, fragment the heap.
+void* scratch(size_t bytes) {
+  struct Free {
+    void operator()(void* data) const { ::operator delete(data, std::align_val_t{64}); }
+  };
+  static thread_local std::unique_ptr<void, Free> memory;
+  static thread_local size_t size = 0;
+  if (size < bytes) {
+    memory.reset();
+    size = 0;
+    memory.reset(::operator new(bytes, std::align_val_t{64}));
+    size = bytes;
+  }
+  return memory.get();
+}
 
 }  // namespace
 
@@ -95,7 +105,7 @@ void forward(const ForwardParams& params, const ParallelFor& parallel_for) {
     std::memset(params.out, 0, rows * params.head_dim_v * element_size(params.dtype));
     std::fill_n(params.lse, rows, -std::numeric_limits<float>::infinity());
   }
-  const std::vector<QueryBlock> blocks = query_blocks(params);
+  const std::vector<QueryBlock>& blocks = query_blocks(params);
   const int64_t count = static_cast<int64_t>(blocks.size());
   const size_t compute_size = params.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float);
   const size_t scratch_bytes = compute_size * scratch_elements(params.head_dim, params.head_dim_v);
@@ -104,11 +114,11 @@ void forward(const ForwardParams& params, const ParallelFor& parallel_for) {
   std::atomic<int64_t> next{0};
   const int64_t items = count * params.heads_q;
   parallel_for(items, [&](int64_t, int64_t) {
-    const Scratch scratch(scratch_bytes);
+    void* const memory = scratch(scratch_bytes);
     for (int64_t item = next++; item < items; item = next++) {
       QueryBlock block = blocks[item % count];
       block.head = item / count;
-      kernel(params, block, scratch.data);
+      kernel(params, block, memory);
     }
   });
 }

@@ -1,4 +1,4 @@
-// Shared-memory addresses for PTX instructions, and loads and stores through them. PTX ISA 9.7.9.
+// Shared-memory addresses for PTX instructions, and a load through one. PTX ISA 9.7.9.
 #pragma once
 
 #include <cstdint>
@@ -16,12 +16,6 @@ __device__ __forceinline__ uint4 load_shared_v4(uint32_t shared) {
                : "r"(shared)
                : "memory");
   return r;
-}
-
-__device__ __forceinline__ void store_shared_v4(uint32_t shared, uint4 value) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(value.x), "r"(value.y),
-               "r"(value.z), "r"(value.w)
-               : "memory");
 }
 
 }  // namespace attnscope::ptx

@@ -5,7 +5,6 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
-#include <type_traits>
 
 namespace attnscope::ptx {
 
@@ -37,6 +36,24 @@ __device__ __forceinline__ uint32_t shift_left(uint32_t value, uint32_t count) {
   return r;
 }
 
+// a * b + c of two pairs of 16-bit elements. PTX ISA fma, sm_80.
+template <class Element>
+__device__ __forceinline__ uint32_t fma_x2(uint32_t a, uint32_t b, uint32_t c);
+
+template <>
+__device__ __forceinline__ uint32_t fma_x2<__nv_bfloat16>(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t r;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
+
+template <>
+__device__ __forceinline__ uint32_t fma_x2<__half>(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t r;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
+
 // Two floats, rounded to nearest even, packed with `low` in the low half.
 template <class Element>
 __device__ __forceinline__ uint32_t pack(float low, float high);
@@ -54,28 +71,5 @@ __device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
-
-// sum + 0 * each of two packed elements: NaN where an element is NaN or infinite. PTX ISA fma (half
-// precision), sm_90 for bf16.
-template <class Element>
-__device__ __forceinline__ uint32_t fma_zero(uint32_t pair, uint32_t sum);
-
-template <>
-__device__ __forceinline__ uint32_t fma_zero<__nv_bfloat16>(uint32_t pair, uint32_t sum) {
-  uint32_t r;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(pair), "r"(0), "r"(sum));
-  return r;
-}
-
-template <>
-__device__ __forceinline__ uint32_t fma_zero<__half>(uint32_t pair, uint32_t sum) {
-  uint32_t r;
-  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(pair), "r"(0), "r"(sum));
-  return r;
-}
-
-// The exponent bits of an element: all set in NaN and infinity.
-template <class Element>
-constexpr uint32_t kExponentBits = std::is_same<Element, __half>::value ? 0x7c00u : 0x7f80u;
 
 }  // namespace attnscope::ptx

@@ -51,19 +51,4 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity) {
       : "memory");
 }
 
-// Whether the phase of the given parity has completed; does not wait.
-__device__ __forceinline__ bool mbarrier_test(uint32_t barrier, int parity) {
-  uint32_t done;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, p;\n"
-      "}\n"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return done != 0;
-}
-
 }  // namespace attnscope::ptx

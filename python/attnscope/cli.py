@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from typing import Annotated
 
@@ -25,13 +26,15 @@ COMMANDS = {
 }
 # Of commands that pass words on to another program: options end where its name stands.
 PASSING = ("profile",)
+HELP = (
+    "Attention kernels and their instruments. Exit codes: 0 fine, 1 a gate or check failed, 2 bad "
+    "input or a missing part, 130 interrupted."
+)
 
 
 def build(wanted: str | None) -> typer.Typer:
     """The app with the command `wanted` loaded; the others are there for the help text alone."""
-    app = typer.Typer(
-        add_completion=False, no_args_is_help=True, help="Attention kernels and their instruments."
-    )
+    app = typer.Typer(no_args_is_help=True, help=HELP)
     for name, (target, summary) in COMMANDS.items():
         if name == wanted:
             module, function = target.split(":")
@@ -52,9 +55,12 @@ def env_command(
 
     Exit code 1 where something that the package needs is missing or broken.
     """
-    from attnscope import doctor
-    from attnscope.bench.availability import availability
-
+    try:
+        from attnscope import doctor
+        from attnscope.bench.availability import availability
+    except ImportError as error:
+        print(f"broken: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
     examined = doctor.examine(availability)
     if as_json:
         print(json.dumps(examined, indent=1))
@@ -66,5 +72,12 @@ def env_command(
 
 def main() -> None:
     """Entry point of `attnscope` and `python -m attnscope`."""
-    wanted = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
-    build(wanted)(prog_name="attnscope")
+    # While a shell completes a line, the line is in one of these and not in the arguments.
+    line = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS")
+    words = line.split()[1:] if line else sys.argv[1:]
+    wanted = next((word for word in words if not word.startswith("-")), None)
+    try:
+        build(wanted)(prog_name="attnscope")
+    except ImportError as error:  # of a part of this package, or of what it needs
+        print(f"attnscope: {error}. See `attnscope env`", file=sys.stderr)
+        sys.exit(2)

@@ -145,6 +145,7 @@ class Call(NamedTuple):
     Attributes:
         seqlen_q, seqlen_k: queries and keys; of a packed batch, the longest.
         window: keys to the left and to the right of the diagonal, -1 for all.
+        softcap: 0 for none.
         sms: streaming multiprocessors of the device.
         capability: its compute capability, 10 * major + minor.
     """
@@ -159,6 +160,7 @@ class Call(NamedTuple):
     causal: bool
     window: tuple[int, int]
     packed: bool
+    softcap: float
     sms: int
     capability: int
 
@@ -273,6 +275,7 @@ def kernels_command(
     packed: Annotated[
         bool, typer.Option("--packed", help="Packed batch; --seq-len is its longest sequence.")
     ] = False,
+    softcap: Annotated[float, typer.Option(help="0 for none.")] = 0.0,
     sms: Annotated[
         int | None, typer.Option(help="SMs. Left out: of this GPU, or 132 (sm90), 108 (sm80).")
     ] = None,
@@ -290,15 +293,18 @@ def kernels_command(
     with bad_input("kernels"):
         if head_dim is None and seq_len is None:
             others = (head_dim_v, kv_seq_len, batch, heads, kv_heads, sms, arch)
-            if any(o is not None for o in others) or causal or packed or window != "-1,-1":
-                raise ValueError(
-                    "head-dim, seq-len must be given with the other options of a call, got neither"
-                )
+            if (
+                any(o is not None for o in others)
+                or causal
+                or packed
+                or softcap
+                or window != "-1,-1"
+            ):
+                raise ValueError("head-dim, seq-len must be given with these options, got neither")
             print_kernels(as_json)
             return
         if head_dim is None or seq_len is None:
-            missing = "head-dim" if head_dim is None else "seq-len"
-            raise ValueError(f"{missing} must be given too, got none. A call has both sizes")
+            raise ValueError("head-dim, seq-len must be given together, got one of them")
         heads = max(HIDDEN // max(head_dim, 1), 1) if heads is None else heads
         capability, sms = device_facts(arch, sms)
         call = Call(
@@ -312,6 +318,7 @@ def kernels_command(
             causal=causal,
             window=parse_window(window),
             packed=packed,
+            softcap=softcap,
             sms=sms,
             capability=capability,
         )

@@ -30,11 +30,14 @@ constexpr ForwardTile kForwardTiles[] = {
     {256, 64, 64, 4, 1, false, 2, "1.07; 48 keys 1.03, 128 rows by 32 keys in 8 warps 0.90"},
 };
 
-constexpr ForwardTile forward_tile(int head_dim) {
-  for (const ForwardTile& tile : kForwardTiles) {
-    if (head_dim <= tile.head_dim) return tile;
+constexpr int kForwardTileCount = sizeof(kForwardTiles) / sizeof(kForwardTiles[0]);
+
+// The row of the table that serves a head dim (the larger of Q's and V's); -1 where none does.
+constexpr int forward_row(int head_dim) {
+  for (int row = 0; row < kForwardTileCount; ++row) {
+    if (head_dim <= kForwardTiles[row].head_dim) return row;
   }
-  return {};
+  return -1;
 }
 
 }  // namespace attnscope::sm80

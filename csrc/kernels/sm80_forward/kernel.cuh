@@ -8,7 +8,7 @@
 //           exponentials of 16 keys are issued between the P V products of the 16 keys before.
 // Softmax   online, in base 2; O is rescaled only when a row's maximum grew by more than 2^8.
 // Limits    bf16, fp16; head dims in multiples of 8 up to 256.
-// Test      tests/test_forward_gpu.py; bench: attnscope bench --impl cuda-sm80.
+// Test      tests/ops/test_forward_gpu.py; bench: attnscope bench --impl cuda-sm80.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -23,6 +23,7 @@
 #include "attn/seqlen.cuh"
 #include "attn/tail.cuh"
 #include "attn/tile_order.cuh"
+#include "kernels/sm80_forward/nonfinite.cuh"
 #include "kernels/sm80_forward/tiles.cuh"
 #include "ptx/address.cuh"
 #include "ptx/cp_async.cuh"
@@ -41,6 +42,7 @@ struct Accumulators {
   // float: then no difference below is ever inf - inf, and rows without keys need no care.
   float row_max[Config::kRows];
   float row_sum[Config::kRows];  // this thread's columns only
+  bool giant;                    // some row maximum of the warp is, see is_giant
 };
 
 template <class Config>
@@ -87,10 +89,12 @@ __device__ __forceinline__ void update_row_max(Accumulators<Config>& acc, float 
     }
   }
   if (!__any_sync(0xffffffffu, grew)) return;
+  bool giant = false;
 #pragma unroll
   for (int r = 0; r < Config::kRows; ++r) {
     const float old_max = acc.row_max[r];
     acc.row_max[r] = fmaxf(old_max, new_max[r]);
+    giant |= is_giant(acc.row_max[r]);
     const float factor = ptx::exp2_approx(old_max - acc.row_max[r]);
     acc.row_sum[r] *= factor;
 #pragma unroll
@@ -99,6 +103,20 @@ __device__ __forceinline__ void update_row_max(Accumulators<Config>& acc, float 
       acc.o[r / 2][4 * d + r % 2 * 2 + 1] *= factor;
     }
   }
+  acc.giant = __any_sync(0xffffffffu, giant);
+}
+
+// What turns the scores into exponents: scale_log2; or 1, where a giant maximum wants them scaled
+// beforehand.
+template <class Config>
+__device__ __forceinline__ float exponent_scale(Accumulators<Config>& acc, float scale_log2) {
+  if (__builtin_expect(!acc.giant, true)) return scale_log2;
+#pragma unroll
+  for (int m = 0; m < Config::kRowTiles; ++m) {
+#pragma unroll
+    for (int i = 0; i < Config::kBlockN / 2; ++i) acc.s[m][i] *= scale_log2;
+  }
+  return 1.0f;
 }
 
 // Exponentials [begin, end) of the 8 kRowTiles a thread owns among 16 keys; scores become
@@ -262,6 +280,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   };
 
   Accumulators<Config> acc;
+  acc.giant = false;
 #pragma unroll
   for (int r = 0; r < Config::kRows; ++r) {
     acc.row_max[r] = -FLT_MAX;
@@ -283,8 +302,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     __syncthreads();
     q_fragments.keep();
   }
+  // Without a window, all rows see all keys that are loaded.
+  const bool windowed = p.window_left >= 0 || p.window_right >= 0;
   for (int block = range.end - 1, stage = 0; block >= range.begin; --block) {
+    char* const v_tile = reinterpret_cast<char*>(shared.v[stage]);
     const bool last = block == range.begin;
+    const bool boundary = block < range.full_begin || block >= range.full_end;
     // K of this block (and, with one stage, V of the block before) has arrived everywhere, and
     // with two stages everyone is done with the other buffers.
     ptx::cp_async_wait<1>();
@@ -298,7 +321,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
 #pragma unroll
       for (int m = 0; m < Config::kRowTiles; ++m) transform_scores(acc.s[m], scores);
     }
-    if (block < range.full_begin || block >= range.full_end) {
+    if (boundary) {
 #pragma unroll
       for (int m = 0; m < Config::kRowTiles; ++m) {
         mask_scores(acc.s[m], window, first_row + warp_row + m * 16 + lane / 4, block * kBlockN,
@@ -306,12 +329,18 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
       }
     }
     update_row_max<Config>(acc, scores.scale_log2);
+    const float scale = exponent_scale<Config>(acc, scores.scale_log2);
     if (kStages == 2 && !last) {
       ptx::cp_async_wait<1>();
     } else {
       ptx::cp_async_wait<0>();
     }
-    __syncthreads();
+    bool nonfinite = false;
+    if (boundary && windowed) {
+      nonfinite = __syncthreads_or(own_chunks_nonfinite<Config>(v_tile));
+    } else {
+      __syncthreads();
+    }
     if (!last) {
       if (kStages == 1) {
         load_k(block - 1, 0);
@@ -319,8 +348,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
         load_v(block - 1, stage ^ 1);
       }
     }
+    if (__builtin_expect(nonfinite, false)) {
+      add_nonfinite<Config>(acc.o, v_tile, window, first_row + warp_row + lane / 4, block * kBlockN,
+                            seg_k.length);
+      __syncthreads();
+      clear_nonfinite<Config>(v_tile);
+      __syncthreads();
+    }
     accumulate_output<Config>(
-        acc, scores.scale_log2,
+        acc, scale,
         FragmentAddress<Config, kBlockN>(shared_v + stage * kStageBytes, lane % 16, lane / 16));
     if (kStages == 1) {
       __syncthreads();

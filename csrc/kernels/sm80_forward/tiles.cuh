@@ -13,7 +13,7 @@ template <class Element_, int kHeadDim_>
 struct ForwardConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr ForwardTile kTile = forward_tile(kHeadDim);
+  static constexpr ForwardTile kTile = kForwardTiles[forward_row(kHeadDim)];
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kWarps = kTile.warps;
@@ -73,6 +73,15 @@ struct TileSource {
   }
   static __device__ __forceinline__ int lane_row() { return threadIdx.x / kChunks; }
   static __device__ __forceinline__ int lane_chunk() { return threadIdx.x % kChunks; }
+
+  // The chunks of a tile that this thread copies, and the byte offset of each from the first.
+  template <int kTileRows>
+  static constexpr int kOwnChunks = kTileRows / kRowStep * (Config::kHeadDim / Config::kBlockCols);
+  template <int kTileRows>
+  static __device__ __forceinline__ constexpr int own_chunk(int i) {
+    constexpr int kBlocks = Config::kHeadDim / Config::kBlockCols;
+    return (i % kBlocks * kTileRows + i / kBlocks * kRowStep) * Config::kRowBytes;
+  }
 
   // Starts the copy of rows first_row + [0, kTileRows) into shared memory; rows outside
   // [valid_begin, valid_end) and columns past the true head dim become zero.

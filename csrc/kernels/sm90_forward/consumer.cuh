@@ -4,9 +4,9 @@
 #include "attn/tail.cuh"
 #include "kernels/sm90_forward/epilogue.cuh"
 #include "kernels/sm90_forward/products.cuh"
+#include "kernels/sm90_forward/recompute.cuh"
 #include "kernels/sm90_forward/shared.cuh"
 #include "kernels/sm90_forward/softmax.cuh"
-#include "kernels/sm90_forward/values.cuh"
 
 namespace attnscope::sm90 {
 
@@ -183,9 +183,9 @@ class Consumer {
 
   __device__ __forceinline__ void finish_tile() {
     mark(ConsumerTile::kEpilogue);
-    store_output<Config>(f, a, work(), consumer, s.o[threadIdx.x / 32 - 4]);
-    if (__builtin_expect(s.v_not_finite[TileSlot(tiles).stage] != 0, false)) {
-      add_not_finite<Config>(a, work(), consumer);
+    const bool finite = store_output<Config>(f, a, work(), consumer, s.o[threadIdx.x / 32 - 4]);
+    if (__builtin_expect(a.hides_keys && ptx::uniform(!finite), false)) {
+      recompute_rows<Config>(a, work(), consumer);
     }
     inject(Fault::kReleaseTile, tiles);
     // Every lane arrives, since every lane has read: racecheck follows an arrival for its own lane.
@@ -228,7 +228,7 @@ class Consumer {
 
   // Raw scores to masked logits. Only boundary blocks read the tile's bounds from shared memory.
   __device__ __forceinline__ void finish_scores(int block, bool boundary) {
-    if (__builtin_expect(a.scores.transform, false)) transform_scores(f.s, a.scores);
+    if (__builtin_expect(a.scores.transform, false)) transform_scores<false>(f.s, a.scores);
     if (__builtin_expect(boundary, false)) {
       const TileWork& w = work();
       const int row = w.first_row + Config::unit_of(consumer) * 64 + threadIdx.x % 128 / 32 * 16 +

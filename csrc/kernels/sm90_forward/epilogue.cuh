@@ -1,6 +1,7 @@
 // The epilogue of a consumer: stores O and the log-sum-exp of 64 rows.
 #pragma once
 
+#include "attn/nonfinite.cuh"
 #include "kernels/sm90_forward/shared.cuh"
 #include "kernels/sm90_forward/softmax.cuh"
 #include "ptx/ldmatrix.cuh"
@@ -11,9 +12,10 @@ namespace attnscope::sm90 {
 
 // Stores a warp's 16 rows through shared memory, in blocks of 64 columns. TMA clips them to the
 // tensor. Where the rows end inside a packed batch, eight lanes write the 128 contiguous bytes of a
-// row instead. The log-sum-exp comes last: a fence waits for all stores before it.
+// row instead. The log-sum-exp comes last: a fence waits for all stores before it. False if an
+// element of O in the warp is not finite.
 template <class Config>
-__device__ __forceinline__ void store_output(
+__device__ __forceinline__ bool store_output(
     const Fragments<Config>& f, const ForwardArguments& a, const TileWork& w, int consumer,
     typename Config::Element (&staging)[Config::kOutStages][16 * 64]) {
   using Element = typename Config::Element;
@@ -27,7 +29,7 @@ __device__ __forceinline__ void store_output(
   const int rows = w.end_row - w.first_row - first_row;
   const int q_row = w.q_row + grouping<Config>(a).query(first_row);
   const int head = w.head + Config::head_of(consumer), batch = w.batch;
-  if (Config::kHeadsPerTile > 1 && head >= p.heads_q) return;
+  if (Config::kHeadsPerTile > 1 && head >= p.heads_q) return true;
   if (lane == 0) ptx::tma_store_wait_read<0>();
 
   float sum[2], inverse[2];
@@ -46,6 +48,7 @@ __device__ __forceinline__ void store_output(
   // lane / 16 of a pair; it reads row lane / 8 and chunk lane % 8.
   const uint32_t shared = ptx::shared_address(staging);
   const uint32_t write = shared + lane % 16 * 128 + ((lane / 16 ^ lane % 8) * 16);
+  NonfiniteSearch<Element> nonfinite;
   const bool copied = rows >= 16 || (rows > 0 && !a.packed);
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
@@ -57,11 +60,12 @@ __device__ __forceinline__ void store_output(
 #pragma unroll
     for (int chunk = 0; chunk < 8 && block * 64 + chunk * 8 < Config::kHeadDim; chunk += 2) {
       const float* o = &f.o[block * 32 + 4 * chunk];
-      ptx::stmatrix_x4((write ^ chunk * 16) + stage,
-                       {ptx::pack<Element>(o[0] * inverse[0], o[1] * inverse[0]),
+      const uint4 words{ptx::pack<Element>(o[0] * inverse[0], o[1] * inverse[0]),
                         ptx::pack<Element>(o[2] * inverse[1], o[3] * inverse[1]),
                         ptx::pack<Element>(o[4] * inverse[0], o[5] * inverse[0]),
-                        ptx::pack<Element>(o[6] * inverse[1], o[7] * inverse[1])});
+                        ptx::pack<Element>(o[6] * inverse[1], o[7] * inverse[1])};
+      nonfinite.add(words);
+      ptx::stmatrix_x4((write ^ chunk * 16) + stage, {words.x, words.y, words.z, words.w});
     }
     if (block % kAtOnce != kAtOnce - 1) continue;
     ptx::fence_proxy_async();
@@ -102,6 +106,7 @@ __device__ __forceinline__ void store_output(
                             : (f.row_max[half] + ptx::log2_approx(sum[half])) * 0.6931471805599453f;
     }
   }
+  return !__any_sync(0xffffffffu, nonfinite.found());
 }
 
 }  // namespace attnscope::sm90

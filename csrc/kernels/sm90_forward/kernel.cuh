@@ -1,22 +1,20 @@
 // Attention forward for Hopper (sm_90a).
 //
 // Problem   out = softmax(mask(cap(q k^T scale))) v and its log-sum-exp, see attn/params.h.
-// Roles     Warpgroup 0: a thread loads K and V by TMA, another loads Q, a warp schedules tiles, a
-//           warp checks V of boundary blocks. Warpgroups 1.. consume: each owns 64 query rows; S
-//           and O stay in its registers.
+// Roles     Warpgroup 0: a thread loads K and V by TMA, another loads Q, a warp schedules tiles.
+//           Warpgroups 1.. consume: each owns 64 query rows; S and O stay in its registers.
 // Pipeline  A consumer issues S(j+1) = Q K(j+1)^T, then O += P(j) V(j). While the tensor cores work
 //           on O, or on another consumer's products, it computes the softmax of S(j+1).
 // Schedule  Persistent: a block takes tile after tile. Q and K of the next tile are fetched while
 //           the consumers finish this one. O leaves a warp at a time, by TMA.
 // Limits    bf16, fp16; head dims in multiples of 8 up to 256.
-// Test      tests/test_forward_gpu.py, attnscope stress; bench: attnscope bench --impl cuda.
+// Test      tests/ops/test_forward_gpu.py, attnscope stress; bench: attnscope bench --impl cuda.
 #pragma once
 
 #include "kernels/sm90_forward/consumer.cuh"
 #include "kernels/sm90_forward/producer.cuh"
 #include "kernels/sm90_forward/scheduler.cuh"
 #include "kernels/sm90_forward/shared.cuh"
-#include "kernels/sm90_forward/values.cuh"
 
 namespace attnscope::sm90 {
 
@@ -39,18 +37,17 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     ptx::mbarrier_init(shared_address(&s.tile_wanted), 1);
     for (int i = 0; i < ForwardShared<Config>::kTiles; ++i) {
       ptx::mbarrier_init(shared_address(&s.tile_full[i]), 32);
-      ptx::mbarrier_init(shared_address(&s.tile_empty[i]), 32 * (kWarps + a.checks_values) + 2);
+      ptx::mbarrier_init(shared_address(&s.tile_empty[i]), 32 * kWarps + 2);
     }
     for (int i = 0; i < Config::kStages; ++i) {
       ptx::mbarrier_init(shared_address(&s.k_full[i]), 1);
       ptx::mbarrier_init(shared_address(&s.k_empty[i]), kWarps);
       ptx::mbarrier_init(shared_address(&s.v_full[i]), 1);
-      ptx::mbarrier_init(shared_address(&s.v_landed[i]), 1);
       ptx::mbarrier_init(shared_address(&s.v_empty[i]), kWarps);
     }
     ptx::fence_mbarrier_init();
 #ifdef ATTNSCOPE_FAULTS
-    s.late_copy.ready = 0;
+    s.late_copy.ready = s.late_copy.done = 0;
 #endif
   }
   Timeline::begin(threadIdx.x == 0);
@@ -61,7 +58,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     if (threadIdx.x == 0) produce<Config>(a, s);
     if (threadIdx.x / 32 == 1) schedule<Config>(a, s);
     if (threadIdx.x == 64) produce_queries<Config>(a, s);
-    if (threadIdx.x / 32 == 3 && a.checks_values) check_values<Config>(a, s);
+#ifdef ATTNSCOPE_FAULTS
+    if (threadIdx.x == 96) issue_late_copies<Config>(a, s);
+#endif
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     Consumer<Config>(a, s).run();

@@ -1,7 +1,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <atomic>
 #include <climits>
 #include <utility>
 
@@ -41,8 +40,7 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
   a.tiles = static_cast<int>(std::min<int64_t>(tiles, kMostTiles));
   a.prefetch_tiles = p.seqlen_k <= kPrefetchKeys;
   a.packed = p.packed();
-  const bool masked = p.window_left >= 0 || p.window_right >= 0;
-  a.checks_values = masked || a.packed || kFaults;
+  a.hides_keys = a.packed || p.window_left >= 0 || p.window_right >= 0;
 
   const int64_t batch = p.packed() ? 1 : p.batch;
   const int64_t rows_q = p.packed() ? p.total_q : p.seqlen_q,
@@ -62,10 +60,8 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
   static_assert(kSharedBytes == Config::kTile.shared_bytes(),
                 "the tile table and the struct disagree");
   static_assert(Config::kBlocksPerSm * (kSharedBytes + 1024) <= 233472, "shared memory of an SM");
-  const auto kernel = forward_kernel<Config>;
-  static std::atomic<uint64_t> allowed{0};
-  if (cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), kSharedBytes,
-                                              device.device, allowed);
+  constexpr auto kernel = forward_kernel<Config>;
+  if (cudaError_t error = allow_shared_memory<kernel>(device.device, kSharedBytes);
       error != cudaSuccess) {
     return error;
   }
@@ -107,6 +103,7 @@ cudaError_t launch_chosen(const ForwardParams& p, const DeviceFacts& device, cud
 
 const char* unsupported_forward(const ForwardParams& p) {
   if (current_device().major != 9) return "the device is not of compute capability 9.0";
+  if (p.softcap >= kWideCap) return "softcap is 256 or more";
   if (tensor_map_encoder() == nullptr) return "the driver has no cuTensorMapEncodeTiled";
   const int64_t rows_q = p.packed() ? p.total_q : p.seqlen_q,
                 rows_k = p.packed() ? p.total_k : p.seqlen_k;

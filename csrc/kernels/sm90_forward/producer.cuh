@@ -24,7 +24,11 @@ __device__ __forceinline__ int volatile_load(int& shared) {
   return *static_cast<volatile int*>(&shared);
 }
 
-// True if the copy waits in the mailbox; it holds one.
+__device__ __forceinline__ void volatile_store(int& shared, int value) {
+  *static_cast<volatile int*>(&shared) = value;
+}
+
+// True if the copy waits in the mailbox, which has room for one.
 template <class Config>
 __device__ __forceinline__ bool is_late(const ForwardArguments& a, ForwardShared<Config>& s,
                                         bool is_k, int count, uint32_t full, const TileWork& w,
@@ -32,32 +36,44 @@ __device__ __forceinline__ bool is_late(const ForwardArguments& a, ForwardShared
   const uint32_t cycles = fault_cycles(Fault::kLateCopy, 2 * count + is_k);
   if (cycles == 0 || volatile_load(s.late_copy.ready)) return false;
   const Slot<Config::kStages> slot(count);
-  s.late_copy = {0,       is_k, slot.stage,       row,   w.head, w.head_kv,
-                 w.batch, full, ptx::clock_low(), cycles};
+  LateCopy& copy = s.late_copy;
+  copy.is_k = is_k;
+  copy.stage = slot.stage;
+  copy.row = row;
+  copy.head = w.head;
+  copy.head_kv = w.head_kv;
+  copy.batch = w.batch;
+  copy.full = full;
+  copy.start = ptx::clock_low();
+  copy.cycles = cycles;
   __threadfence_block();
-  *static_cast<volatile int*>(&s.late_copy.ready) = 1;
+  volatile_store(copy.ready, 1);
   return true;
 }
 
-// Issues the copy in the mailbox once its delay is over. Warp-converged.
+// Issues each copy in the mailbox once its delay is over. A separate thread runs this.
 template <class Config>
-__device__ __forceinline__ void issue_late_copy(const ForwardArguments& a,
-                                                ForwardShared<Config>& s) {
-  if (threadIdx.x % 32 == 0 && volatile_load(s.late_copy.ready)) {
+__device__ __forceinline__ void issue_late_copies(const ForwardArguments& a,
+                                                  ForwardShared<Config>& s) {
+  while (true) {
+    const bool done = volatile_load(s.late_copy.done);
+    if (!volatile_load(s.late_copy.ready)) {
+      if (done) break;
+      continue;
+    }
     __threadfence_block();
     const LateCopy copy = s.late_copy;
-    if (ptx::clock_low() - copy.start >= copy.cycles) {
-#pragma unroll 1
-      for (int i = 0; i < Config::kHeadsPerTile; ++i) {
-        const int head = i == 0 ? copy.head_kv : (copy.head + i) / a.heads_per_key;
-        auto& buffer = copy.is_k ? s.k[copy.stage][i] : s.v[copy.stage][i];
-        load_box<Config>(ptx::shared_address(buffer), copy.is_k ? a.k : a.v, copy.full,
-                         Config::kBlockN, copy.row, head, copy.batch);
-      }
-      *static_cast<volatile int*>(&s.late_copy.ready) = 0;
+    while (ptx::clock_low() - copy.start < copy.cycles) {
     }
+#pragma unroll 1
+    for (int i = 0; i < Config::kHeadsPerTile; ++i) {
+      const int head = i == 0 ? copy.head_kv : (copy.head + i) / a.heads_per_key;
+      auto& buffer = copy.is_k ? s.k[copy.stage][i] : s.v[copy.stage][i];
+      load_box<Config>(ptx::shared_address(buffer), copy.is_k ? a.k : a.v, copy.full,
+                       Config::kBlockN, copy.row, head, copy.batch);
+    }
+    volatile_store(s.late_copy.ready, 0);
   }
-  __syncwarp();
 }
 #endif
 
@@ -110,13 +126,15 @@ __device__ __forceinline__ void produce(const ForwardArguments& a, ForwardShared
       }
       if (block < w.range.end - 1) {
         const int stage = Slot<kStages>(blocks - 1).stage;
-        uint64_t* full = is_checked(a, w, block + 1) ? s.v_landed : s.v_full;
-        load(a.v, s.v, full[stage], s.v_empty[stage], blocks - 1, block + 1);
+        load(a.v, s.v, s.v_full[stage], s.v_empty[stage], blocks - 1, block + 1);
       }
       ++blocks;
     }
     --blocks;
   }
+#ifdef ATTNSCOPE_FAULTS
+  volatile_store(s.late_copy.done, 1);
+#endif
   timeline.finish(tiles - 1, blocks);
 }
 

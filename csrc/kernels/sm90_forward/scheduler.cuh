@@ -214,10 +214,7 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
     } else {
       note_tile(timeline, s.queue.tiles, w);
     }
-    if (elected) {
-      w.stop = stop;
-      s.v_not_finite[TileSlot(s.queue.tiles).stage] = 0;
-    }
+    if (elected) w.stop = stop;
     inject(Fault::kTile, s.queue.tiles);
     // Every lane arrives, since every lane wrote a part.
     ptx::mbarrier_arrive(shared_address(&s.tile_full[TileSlot(s.queue.tiles).stage]));

@@ -90,9 +90,9 @@ struct TileQueue {
 };
 
 #ifdef ATTNSCOPE_FAULTS
-// A delayed copy. The producer fills it in; the checker's warp issues it.
+// A delayed copy. The producer fills it in; a separate thread issues it.
 struct LateCopy {
-  int ready;
+  int ready, done;
   int is_k, stage, row, head, head_kv, batch;
   uint32_t full, start, cycles;
 };
@@ -113,10 +113,8 @@ struct ForwardShared {
       q_empty[Config::kQStages][Config::kConsumers];
   uint64_t k_full[kStages], k_empty[kStages];
   uint64_t v_full[kStages], v_empty[kStages];
-  uint64_t v_landed[kStages];  // only V that is checked before it is full
   uint64_t tile_full[kTiles], tile_empty[kTiles], tile_wanted;
   TileWork tile[kTiles];
-  int v_not_finite[kTiles];  // V had NaN or infinity where a row of the tile does not see it
   TileQueue queue;
 #ifdef ATTNSCOPE_FAULTS
   LateCopy late_copy;
@@ -134,7 +132,7 @@ struct ForwardArguments {
   int tiles;              // dense: how many; packed: at most
   bool prefetch_tiles;    // take a tile as soon as a slot is free
   bool packed;
-  bool checks_values;    // V of boundary blocks is checked: see values.cuh
+  bool hides_keys;       // rows of a tile may see different keys
   TileCounter* counter;  // null: a static schedule, by the two numbers that follow
   int section_tiles;     // tiles whose lengths fall from the first to the last
   int section_rounds;    // rounds of one tile a block that a section takes
@@ -152,12 +150,6 @@ __device__ __forceinline__ int key_head(const ForwardArguments& a, const TileWor
                 "the second head has the first one's key head, or next");
   if (Config::kHeadsPerTile == 1) return w.head_kv;
   return w.head_kv + (w.head + i >= (w.head_kv + 1) * a.heads_per_key.divisor);
-}
-
-// Whether V of a block is checked before it counts as full.
-__device__ __forceinline__ bool is_checked(const ForwardArguments& a, const TileWork& w,
-                                           int block) {
-  return a.checks_values && (block < w.range.full_begin || block >= w.range.full_end);
 }
 
 }  // namespace attnscope::sm90

@@ -25,10 +25,6 @@ struct Fragments {
 template <class Config>
 using Probabilities = uint32_t[Config::kBlockN / 4];
 
-// A row is giant if its maximum (times scale_log2) is at least 2^20 in magnitude: the rounding
-// error of the maximum is then no longer small beside the differences between scores.
-constexpr float kGiant = 0x1p20f;
-
 // Stores a pair of probabilities. With live scores: packed, in registers of their own. Otherwise in
 // place of the scores, to be packed once P V has read the probabilities before.
 template <class Config>
@@ -50,7 +46,7 @@ template <class Config>
 __device__ __forceinline__ bool softmax(Fragments<Config>& f, Probabilities<Config>& p,
                                         float scale_log2) {
   // A giant maximum passes kHeadroom by itself.
-  float top = fmaxf(fabsf(f.row_max[0]), fabsf(f.row_max[1])) * (kHeadroom / kGiant);
+  float top = fmaxf(fabsf(f.row_max[0]), fabsf(f.row_max[1])) * (kHeadroom * 0x1p-20f);
   float sum[2] = {f.row_sum[0], f.row_sum[1]};
 #pragma unroll
   for (int i = 0; i < Config::kBlockN / 4; ++i) {
@@ -79,7 +75,6 @@ __device__ __forceinline__ void raise_maximum(Fragments<Config>& f, Probabilitie
     new_max[half] = fmaxf(f.row_max[half], row_maximum(f.s, half) * scale_log2);
   }
   // Giant scores are scaled before the maximum is taken off: the largest then gives 2^0.
-  const auto is_giant = [](float x) { return fabsf(x) >= kGiant && fabsf(x) < FLT_MAX; };
   const bool giant = is_giant(new_max[0]) || is_giant(new_max[1]);
   if (__builtin_expect(__any_sync(0xffffffffu, giant), false)) {
 #pragma unroll

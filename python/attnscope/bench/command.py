@@ -24,6 +24,11 @@ SHAPE = {
     "cuda": {"batch": 8, "heads_q": 16, "head_dim": 128, "dtype": "bfloat16"},
     "cpu": {"batch": 1, "heads_q": 8, "head_dim": 64, "dtype": "float32"},
 }
+# How samples are taken where an option is left out.
+USUAL: dict[str, dict[str, Any]] = {
+    "cuda": {"l2": "cold", "budget_s": 2.0, "layouts": "both"},
+    "cpu": {"l2": "warm", "budget_s": 1.0, "layouts": "bshd"},
+}
 _TELL = "; ".join(
     f"on {device}: " + ", ".join(f"{key} {value}" for key, value in shape.items())
     for device, shape in SHAPE.items()
@@ -50,6 +55,13 @@ Impls = Annotated[
     str | None, typer.Option(help="Impls or aliases, such as cuda,triton,flash; see --list.")
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the inputs and of the order of timing.")]
+Layouts = Annotated[
+    str | None,
+    typer.Option(
+        help="Inputs contiguous as [B, S, H, D] (bshd), as [B, H, S, D] (bhsd), or both, of which"
+        " the faster one counts for each impl. Left out: both on a GPU, bshd on a CPU."
+    ),
+]
 ListThem = Annotated[bool, typer.Option("--list", help="List suites and impls, and stop.")]
 
 
@@ -86,15 +98,16 @@ def bench_command(
     rest: Annotated[
         float,
         typer.Option(
-            help="After each sample a GPU rests for so many times as long as that took: at 0 it may"
-            " come to its power limit, and slow down."
+            help="Idle time after each sample, as a multiple of the sample's time. 0: none;"
+            " back-to-back samples may reach the power limit and throttle."
         ),
     ] = 2.0,
+    layouts: Layouts = None,
     seed: Seed = 0,
     device: Device = None,
     list_: ListThem = False,
 ) -> None:
-    """Time impls on a suite: each is checked, proved by its kernel names, timed, checked again.
+    """Time impls on a suite: each is checked, its kernel names verified, timed, checked again.
 
     Rows are saved after every workload; --resume goes on after an interruption. A file of the same
     name that is not resumed is kept as .bak. Exit codes: 1 the sweep could not finish, 2 bad input.
@@ -116,9 +129,9 @@ def bench_command(
         impls = pick_impls(impl, where.type)
         if base not in impls:
             impls.append(base)
-        default_l2, default_budget = ("cold", 2.0) if where.type == "cuda" else ("warm", 1.0)
-        budget = default_budget if time_budget is None else time_budget
-        settings = Settings(l2=l2 or default_l2, graph=graph, budget_s=budget, rest=rest, seed=seed)
+        asked = dict(l2=l2, budget_s=time_budget, layouts=layouts)
+        chosen = USUAL[where.type] | {k: v for k, v in asked.items() if v is not None}
+        settings = Settings(graph=graph, rest=rest, seed=seed, **chosen)
         make_timer(where, settings)
         results = Results.create(output, environment(where, asdict(settings)), resume)
     lost = _sweep(works, impls, base, results, where, settings)
@@ -126,7 +139,7 @@ def bench_command(
     show.print_bench([row for row in results.rows if row["workload"] in ids], results.env)
     say(f"{len(results.rows)} rows in {output}")
     if lost:
-        say(f"bench: not finished: {lost}; go on with --resume", "red")
+        say(f"bench: not finished: {lost}; go on with --resume", "red", stderr=True)
         raise typer.Exit(1)
 
 
@@ -153,7 +166,8 @@ def _sweep(
             return run_sweep(works, impls, base, results, device, settings, advance)
         except KeyboardInterrupt:
             progress.stop()
-            say(f"bench: stopped; {results.path} is whole, go on with --resume", "red")
+            text = f"bench: stopped; {results.path} is whole, go on with --resume"
+            say(text, "red", stderr=True)
             raise typer.Exit(130) from None
 
 
@@ -224,7 +238,11 @@ def _check_all(
                 except Exception as error:
                     report.failed(impl.name, work, kind, explain(error))
                     if device.type == "cuda" and context_is_lost(error):
-                        say("check: the CUDA context is lost, nothing more can run", "red")
+                        say(
+                            "check: the CUDA context is lost, nothing more can run",
+                            "red",
+                            stderr=True,
+                        )
                         return report.finish(complete=False)
     return report.finish()
 

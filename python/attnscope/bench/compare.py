@@ -18,6 +18,8 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from attnscope.bench.consistency import DRIFT, contradictions, remarks
+from attnscope.bench.means import SHORTEST, by_length, length, span
 from attnscope.bench.statistics import LEAST_SAMPLES, bootstrap_ratio, geometric_mean
 from attnscope.bench.workloads import Workload
 from attnscope.common.results import read_results
@@ -145,26 +147,49 @@ def differences(env_a: Row, env_b: Row, pairs: Sequence[Pair]) -> tuple[list[str
         for key in TOLD
         if env_a.get(key) != env_b.get(key)
     ]
-    late = [sum(bool(rows[side].get("late_samples")) for rows in timed) for side in (0, 1)]
-    if any(late):
-        told.append(f"rows in which the GPU waited for the host: {late[0]} of A, {late[1]} of B")
+    layouts = [(env.get("settings") or {}).get("layouts", "bshd") for env in (env_a, env_b)]
+    if layouts[0] != layouts[1]:
+        told.append(f"differs: layouts: A has {layouts[0]}, B has {layouts[1]}")
+    for name in _DOUBTS:
+        doubtful = [
+            sum(any(remark.startswith(name) for remark in remarks(rows[side])) for rows in timed)
+            for side in (0, 1)
+        ]
+        if any(doubtful):
+            told.append(f"{_DOUBTS[name]}: {doubtful[0]} of A, {doubtful[1]} of B")
     return refused, told
 
 
+_DOUBTS = {
+    "throttled": "rows timed under a throttle reason",
+    "drifts": f"rows whose samples drift by more than {DRIFT:.0%} from the first to the last third",
+}
+
+
 def means(pairs: Iterable[Pair]) -> dict[str, dict[str, list[float]]]:
-    """Ratios by impl and by group: "all", head dims, masks and lengths, in that order."""
+    """Ratios by impl and by group: all, head dims, masks and lengths, in that order.
+
+    "all" is in two groups where there are workloads of at most 64 tokens and longer ones.
+    """
     found: dict[str, dict[str, list[float]]] = {}
     timed = [pair for pair in pairs if pair.ratio]
+    overall = {work: name for name, works in _overall(timed).items() for work in works}
     for group in (
-        lambda work: "all",
+        lambda work: overall[work],
         lambda work: f"head dim {work.head_dim}",
         lambda work: "causal" if work.causal else "not causal",
-        lambda work: f"length {max(work.seqlen_q, work.seqlen_k):,}",
+        lambda work: f"length {length(work):,}",
     ):
         for pair in sorted(timed, key=lambda p: (p.work.head_dim, p.work.causal, p.work.seqlen_k)):
             by_group = found.setdefault(pair.impl, {})
             by_group.setdefault(group(pair.work), []).append(pair.ratio or math.nan)
     return found
+
+
+def _overall(pairs: Sequence[Pair]) -> dict[str, list[Workload]]:
+    groups = list(by_length(pair.work for pair in pairs).values())
+    names = ("all",) if len(groups) == 1 else (f"all above S {SHORTEST}", f"all up to S {SHORTEST}")
+    return dict(zip(names, groups, strict=False))
 
 
 def failures(pairs: Sequence[Pair], limit: float, allow_missing: bool) -> list[str]:
@@ -178,8 +203,10 @@ def failures(pairs: Sequence[Pair], limit: float, allow_missing: bool) -> list[s
             found.append(f"{name}: {pair.why()}")
     by_impl = means(pairs)
     for impl, by_group in by_impl.items():
-        if (mean := geometric_mean(by_group["all"])) < limit:
-            found.append(f"{impl}, geometric mean: {mean:.3f} times the speed, below {limit:g}")
+        for group in (name for name in by_group if name.startswith("all")):
+            if (mean := geometric_mean(by_group[group])) < limit:
+                name = "geometric mean" + group.removeprefix("all")
+                found.append(f"{impl}, {name}: {mean:.3f} times the speed, below {limit:g}")
     if not by_impl:
         found.append("no workload has a time on both sides")
     return found
@@ -193,6 +220,7 @@ def pairs_table(pairs: Sequence[Pair], limit: float | None) -> Table:
     for name in ("A ms", "B ms", "B / A", "95 % interval"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("verdict")
+    table.add_column("remarks")
     for pair in pairs:
         verdict = pair.verdict(limit)
         times = [
@@ -202,10 +230,16 @@ def pairs_table(pairs: Sequence[Pair], limit: float | None) -> Table:
         ratio = f"{pair.ratio:.3f}" if pair.ratio else "-"
         interval = f"{pair.low:.3f} to {pair.high:.3f}" if pair.low and pair.high else "-"
         said = escape(verdict if pair.ratio else f"{verdict}: {pair.why()}")
-        table.add_row(
-            pair.impl, pair.work.id, *times, ratio, interval, said, style=_STYLES.get(verdict)
-        )
+        doubts = [
+            f"{side} {r}" for side, row in (("A", pair.a), ("B", pair.b)) for r in remarks(row)
+        ]
+        cells = (pair.impl, _name(pair.work), *times, ratio, interval, said, ", ".join(doubts))
+        table.add_row(*cells, style=_STYLES.get(verdict))
     return table
+
+
+def _name(work: Workload) -> str:
+    return f"{work.label}: {work.id}" if work.label else work.id
 
 
 _STYLES = {"slower": "red", "lost": "red", "broken": "red", "faster": "green", "unclear": "yellow"}
@@ -214,13 +248,18 @@ _STYLES = {"slower": "red", "lost": "red", "broken": "red", "faster": "green", "
 def means_table(pairs: Sequence[Pair]) -> Table:
     """Geometric means: a line for each group, a column for each impl."""
     by_impl = means(pairs)
-    table = Table(title="geometric means of B / A", title_justify="left", box=box.SIMPLE_HEAD)
+    overall = _overall([pair for pair in pairs if pair.ratio])
+    table = Table(
+        title="geometric means of B / A (workloads)", title_justify="left", box=box.SIMPLE_HEAD
+    )
     table.add_column("over")
     for impl in by_impl:
         table.add_column(impl, justify="right")
-    for group in dict.fromkeys(group for by_group in by_impl.values() for group in by_group):
+    groups = dict.fromkeys(name for by_group in by_impl.values() for name in by_group)
+    for group in groups:
         cells = [by_group.get(group, []) for by_group in by_impl.values()]
-        table.add_row(group, *(f"{geometric_mean(c):.3f} ({len(c)})" if c else "-" for c in cells))
+        title = f"{group}, {span(overall[group])}" if group in overall else group
+        table.add_row(title, *(f"{geometric_mean(c):.3f} ({len(c)})" if c else "-" for c in cells))
     return table
 
 
@@ -256,9 +295,9 @@ def compare_command(
             raise ValueError(f"--fail-below: {fail_below} is not above 0 and at most 1")
         pairs, refused, told = _load(a, b or a, impl_a, impl_b or impl_a)
     for line in refused:
-        say(f"not the same conditions: {line}", "red")
+        say(f"not the same conditions: {line}", "red", stderr=True)
     if refused and not force:
-        say("compare: refused; --force compares all the same")
+        say("compare: refused; --force compares all the same", stderr=True)
         raise typer.Exit(2)
     console().print(pairs_table(pairs, fail_below))
     console().print(means_table(pairs))
@@ -282,7 +321,7 @@ def compare_command(
 def _load(
     a: Path, b: Path, impl_a: str | None, impl_b: str | None
 ) -> tuple[list[Pair], list[str], list[str]]:
-    from attnscope.bench.impls import ALIASES
+    from attnscope.bench.aliases import ALIASES
 
     impl_a, impl_b = (ALIASES.get(str(impl), impl) for impl in (impl_a, impl_b))
     if a == b and impl_a == impl_b:
@@ -290,10 +329,24 @@ def _load(
     if impl_b is not None and impl_a is None:
         raise ValueError("--impl-b: needs --impl-a too")
     files = read_results(a), read_results(b)
+    _refuse_contradictions(files[0]["rows"], a)
+    if b != a:
+        _refuse_contradictions(files[1]["rows"], b)
     rows_a = _select(files[0]["rows"], impl_a, a)
     rows_b = _select(files[1]["rows"], impl_b, b)
     pairs = pair_rows(rows_a, rows_b, across_impls=impl_a is not None)
     return pairs, *differences(files[0]["env"], files[1]["env"], pairs)
+
+
+def _refuse_contradictions(rows: Sequence[Row], path: Path) -> None:
+    found = [
+        f"{row['impl']} on {Workload.from_dict(row).id}: {'; '.join(wrong)}"
+        for row in rows
+        if (wrong := contradictions(row))
+    ]
+    if found:
+        more = f" (and {len(found) - 1} rows more)" if len(found) > 1 else ""
+        raise ValueError(f"{path} must hold rows that agree with themselves, got {found[0]}{more}")
 
 
 def _select(rows: Sequence[Row], impl: str | None, path: Path) -> list[Row]:

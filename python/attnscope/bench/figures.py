@@ -39,6 +39,7 @@ STYLES = {
     "fa2": Style("#0072B2", "P", "--"),
     "sdpa-cudnn": Style("#009E73", "^"),
     "fa3": Style("#000000", "X"),
+    "fa3-metadata": Style("#000000", "h", ":"),
     "fa4": Style("#000000", "*", "--"),
     "sdpa-efficient": Style("#56B4E9", "<"),
     "flex": Style("#56B4E9", ">", "--"),
@@ -46,6 +47,7 @@ STYLES = {
     "naive": Style("#7F7F7F", "d", "-."),
 }
 OTHER = Style("#B0B0B0", ".", ":")
+MOST_TICKS = 12
 ROOF: dict[str, Any] = {"color": "#B0B0B0", "linewidth": 3.0, "zorder": 2, "solid_capstyle": "butt"}
 LINE: dict[str, Any] = {"color": INK, "linewidth": 0.8, "linestyle": (0, (4, 2)), "zorder": 1}
 
@@ -87,7 +89,11 @@ def draw(family: Family, kind: Kind, title: str, conditions: str, notes: Sequenc
         head = figure.suptitle(title + room, x=0.01, ha="left", fontsize=11, weight="bold")
         foot = "\n".join(line for note in notes for line in textwrap.wrap(note, int(width * 19)))
         figure.supxlabel(foot, x=0.01, ha="left", fontsize=7, color=INK)
-        figure.draw_without_rendering()
+        # Laid out once: saving would do it again for each file.
+        engine = figure.get_layout_engine()
+        assert engine is not None
+        engine.execute(figure)
+        figure.set_layout_engine("none")
         box = head.get_window_extent().transformed(figure.transFigure.inverted())
         figure.text(0.01, box.y0, conditions, va="bottom", fontsize=8.5, color=INK)
     return figure
@@ -121,7 +127,8 @@ def _draw_panels(figure: Figure, family: Family, kind: Kind) -> dict[str, Any]:
     used = [axes[place] for place in cells]
     lengths = sorted({p.x for panel in panels for curve in panel.curves.values() for p in curve})
     used[0].set_xscale("log", base=2)
-    used[0].set_xticks(lengths, [_short(length) for length in lengths])
+    ticks = _ticks(lengths)
+    used[0].set_xticks(ticks, [_short(length) for length in ticks])
     used[0].set_xticks([], minor=True)
     used[0].set_xlim(lengths[0] / 1.25, lengths[-1] * 1.25)
     if kind.log:
@@ -220,6 +227,15 @@ def _look(impl: str) -> dict[str, Any]:
         "capthick": 0.8,
         "zorder": 4 if style.ours else 3,
     }
+
+
+def _ticks(lengths: Sequence[int]) -> list[int]:
+    """The lengths that get a label: all of a few, of many the powers of two among them."""
+    if len(lengths) <= MOST_TICKS:
+        return list(lengths)
+    powers = [length for length in lengths if length & (length - 1) == 0]
+    chosen = powers if len(powers) > 2 else list(lengths)
+    return chosen[:: -(-len(chosen) // MOST_TICKS)]
 
 
 def _short(length: int) -> str:

@@ -18,15 +18,13 @@ import torch
 from torch import Tensor
 
 from attnscope.bench import peers
+from attnscope.bench.aliases import ALIASES
 from attnscope.bench.peers import Call, Inputs
+from attnscope.bench.peers import Unsupported as Unsupported
 from attnscope.bench.workloads import Workload
 
 HALF = ("bfloat16", "float16")
 ALL_DTYPES = ("bfloat16", "float16", "float32", "float64")
-
-
-class Unsupported(Exception):
-    """An impl refused a workload when it was built; the message is the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,6 +305,16 @@ IMPLS: dict[str, Impl] = {
             limits=Limits(dtypes=HALF, head_dim=256, head_dim_step=8, capability=(9, 0)),
         ),
         Impl(
+            name="fa3-metadata",
+            about="FlashAttention-3 on packed batches, its scheduler_metadata made once",
+            make=peers.fa3_metadata,
+            ran={"cuda": r"FlashAttnFwdSm90"},
+            not_ran=r"prepare_varlen_num_blocks",
+            absent=peers.fa3_absent,
+            left_out=peers.fa3_metadata_left_out,
+            limits=Limits(dtypes=HALF, head_dim=256, head_dim_step=8, capability=(9, 0)),
+        ),
+        Impl(
             name="fa4",
             about="FlashAttention-4, package flash-attn-4",
             make=peers.fa4,
@@ -322,14 +330,6 @@ IMPLS: dict[str, Impl] = {
             limits=Limits(dtypes=(*HALF, "float32"), packed=False),
         ),
     )
-}
-
-# Other names that are understood.
-ALIASES = {
-    "flash": "sdpa-flash",
-    "math": "sdpa-math",
-    "efficient": "sdpa-efficient",
-    "cudnn": "sdpa-cudnn",
 }
 
 # What runs where nothing is asked for.

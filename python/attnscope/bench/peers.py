@@ -15,6 +15,11 @@ from torch import Tensor
 
 from attnscope.bench.workloads import Workload
 
+
+class Unsupported(Exception):
+    """An impl refused a workload when it was built; the message is the reason."""
+
+
 # (q, k, v, cu_seqlens_q, cu_seqlens_k), the last two None when dense.
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 Call = Callable[[], tuple[Tensor, Tensor | None]]
@@ -76,6 +81,55 @@ def fa3(work: Workload, inputs: Inputs) -> Call:
     names = _fa3_module()
     assert names is not None, "asked for after fa3_absent said it is there"
     return _flash(importlib.import_module(names[0]), work, inputs, return_attn_probs=True)
+
+
+# Where the two builds keep their operators.
+_FA3_OPERATORS = ("flash_attn_3_gpu", "flash_attn_3_cuda", "fa3_fwd_cuda")
+
+
+def fa3_metadata_left_out(work: Workload) -> str | None:
+    """Why FlashAttention-3 cannot be called with metadata made once, or None."""
+    if work.seqlens is None:
+        return "reuses the schedule of a packed batch; this one is dense"
+    return fa3_left_out(work)
+
+
+def fa3_metadata(work: Workload, inputs: Inputs) -> Call:
+    """FlashAttention-3 on a packed batch, its scheduler_metadata made once and used by every call.
+
+    A server makes it once a step, for all layers. The public varlen function does not take it, so
+    this calls the function below it.
+    """
+    names = _fa3_module()
+    assert names is not None, "asked for after fa3_absent said it is there"
+    module = importlib.import_module(names[0])
+    operators = next((getattr(module, n) for n in _FA3_OPERATORS if hasattr(module, n)), None)
+    forward = getattr(module, "_flash_attn_forward", None)
+    if operators is None or forward is None:
+        raise Unsupported(f"{names[0]} has no get_scheduler_metadata or _flash_attn_forward")
+    q, k, v, cu_q, cu_k = inputs
+    assert cu_q is not None and cu_k is not None
+    left, right = work.window[0], 0 if work.causal else work.window[1]
+    splits, pack_gqa, margin, chunk = 1, None, 0, 0  # the public function's defaults
+    lengths_k = (cu_k[1:] - cu_k[:-1]).int()
+    metadata = operators.get_scheduler_metadata(
+        work.batch, work.seqlen_q, work.seqlen_k, work.heads_q, work.heads_kv, work.head_dim,
+        work.head_dim_v, q.dtype, lengths_k, cu_q, cu_k, None, None, None, None, 0, work.causal,
+        left, right, chunk, work.softcap > 0, splits, pack_gqa, margin,
+    )  # fmt: skip
+    options: dict[str, Any] = dict(
+        cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=work.seqlen_q,
+        max_seqlen_k=work.seqlen_k, softmax_scale=work.head_dim**-0.5, causal=work.causal,
+        window_size_left=left, window_size_right=right, attention_chunk=chunk,
+        softcap=work.softcap, scheduler_metadata=metadata, num_splits=splits, pack_gqa=pack_gqa,
+        sm_margin=margin,
+    )  # fmt: skip
+
+    def call() -> tuple[Tensor, Tensor | None]:
+        result = forward(q, k, v, **options)
+        return result[0], result[1]
+
+    return call
 
 
 def fa4(work: Workload, inputs: Inputs) -> Call:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from attnscope.bench.consistency import DRIFT, drifts
 from attnscope.bench.figures import Kind, Value, draw
 from attnscope.bench.series import Family, Point, families, scale_label, timed
 from attnscope.bench.statistics import bootstrap_ratio
@@ -66,13 +67,22 @@ def speed_over(family: Family, baseline: str) -> Value:
     """Speed relative to the baseline on the same workload, with its bootstrap interval."""
     base = {point.work: point.row for point in family.points if point.impl == baseline}
 
+    known: dict[int, tuple[float, float, float]] = {}  # a figure asks several times
+
     def value(point: Point) -> tuple[float, float, float] | None:
         if point.work not in base:
             return None
+        if id(point) not in known:
+            known[id(point)] = speed(point)
+        return known[id(point)]
+
+    def speed(point: Point) -> tuple[float, float, float]:
         other, row = base[point.work], point.row
         ratio = other["median_ms"] / row["median_ms"]
         if point.impl == baseline or not other["samples_ms"] or not row["samples_ms"]:
             return ratio, ratio, ratio
+        if row.get("baseline") == baseline and row.get("ratio") == ratio and row.get("ratio_ci"):
+            return ratio, *row["ratio_ci"]
         return ratio, *bootstrap_ratio(other["samples_ms"], row["samples_ms"])
 
     return value
@@ -116,9 +126,9 @@ def footnotes(
     throttled = sum(bool(point.row.get("throttled")) for point in family.points)
     if throttled:
         notes.append(f"{throttled} of {len(family.points)} rows ran under a throttle reason.")
-    late = sum(bool(point.row.get("late_samples")) for point in family.points)
-    if late:
-        notes.append(f"In {late} rows the GPU waited for the host.")
+    drifting = sum(drifts(point.row) for point in family.points)
+    if drifting:
+        notes.append(f"{drifting} rows have samples that drift by more than {DRIFT:.0%}.")
     if left_out:
         told = ", ".join(f"{count} {status}" for status, count in sorted(left_out.items()))
         notes.append(f"Not shown, no time in the file: {told}.")
@@ -131,10 +141,12 @@ def plot_file(path: Path, output_dir: Path, baseline: str | None = None) -> list
     `baseline` is the impl that ratios are taken to; left out, the one the run had. Raises
     ValueError for a file that is none, has no timed row, or has none of that impl.
     """
-    from attnscope.bench.impls import ALIASES
+    from attnscope.bench.aliases import ALIASES
 
     content = read_results(path)
     env, rows = content["env"], content["rows"]
+    if lacking := sorted({"device", "gpu", "torch"} - set(env)):
+        raise ValueError(f"{path}: env must have device, gpu and torch, got none of {lacking}")
     points, left_out = timed(rows)
     if not points:
         told = ", ".join(f"{count} {status}" for status, count in sorted(left_out.items()))
@@ -145,7 +157,12 @@ def plot_file(path: Path, output_dir: Path, baseline: str | None = None) -> list
         raise ValueError(f"baseline: {path} has no times of {baseline!r}; of {sorted(impls)}")
     baseline = baseline or _usual_baseline(rows, impls)
     device, unknown = device_of(env)
-    output_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"output_dir must be a folder, got {output_dir}: {error.strerror}"
+        ) from None
     written: list[Path] = []
     names: Counter[str] = Counter()
     found = families(points)

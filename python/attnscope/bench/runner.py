@@ -6,7 +6,7 @@ result file is saved after every workload, so a killed sweep loses at most one a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -79,14 +79,20 @@ def run_sweep(
 
 @dataclass
 class _Candidate:
-    """An impl on its way through one workload; `row` is set once its fate is known."""
+    """An impl with inputs of one layout on its way through a workload; `row` is set once its fate
+    is known."""
 
     impl: Impl
+    layout: str = "bshd"
     row: Row | None = None
     calls: Sequence[Call] = ()
     kernels: list[str] | None = None
     verdict: numerics.Verdict | None = None
     timing: Timing = field(default_factory=Timing)
+
+    @property
+    def name(self) -> str:
+        return f"{self.impl.name}/{self.layout}"
 
 
 class _Sweep:
@@ -102,17 +108,18 @@ class _Sweep:
         impls = list(todo)
         if self._baseline is not None and self._baseline not in impls:
             impls.append(self._baseline)
-        candidates = [_Candidate(impl) for impl in impls]
+        layouts = layouts_of(work, self._settings)
+        candidates = [_Candidate(impl, layout) for impl in impls for layout in layouts]
         for candidate in candidates:
             if reason := candidate.impl.cannot(work, self._device):
                 candidate.row = _row(work, candidate.impl, "skipped", reason)
-        self._each(work, candidates, self._build([]))
+        self._each(work, candidates, self._build({}))
         self._each(work, candidates, self._check)
         self._each(work, candidates, self._prove)
         timings, readings = self._time(candidates)
         for candidate in candidates:
             if candidate.row is None:
-                candidate.timing = timings[candidate.impl.name]
+                candidate.timing = timings[candidate.name]
         self._each(work, candidates, self._raise_timing_error)
         self._each(work, candidates, self._check)
         for candidate in candidates:
@@ -120,7 +127,10 @@ class _Sweep:
                 candidate.row = self._timed_row(work, candidate, readings)
             candidate.calls = ()
         self._free()
-        rows = [candidate.row or {} for candidate in candidates]
+        rows = [
+            merge_layouts({c.layout: c.row or {} for c in candidates if c.impl is impl})
+            for impl in impls
+        ]
         self._add_ratios(rows)
         return rows[: len(todo)]
 
@@ -145,14 +155,16 @@ class _Sweep:
                 candidate.calls = ()
                 self._free()
 
-    def _build(self, sets: list[Any]) -> Callable[[Workload, _Candidate], None]:
-        """A step that makes the calls, on sets of inputs that all candidates share."""
+    def _build(self, sets: dict[str, list[Any]]) -> Callable[[Workload, _Candidate], None]:
+        """A step that makes the calls, on sets of inputs that all candidates of a layout share."""
 
         def build(work: Workload, candidate: _Candidate) -> None:
             copies = copies_to_rotate(self._device, self._settings, work.bytes())
-            while len(sets) < copies:
-                sets.append(work.inputs(self._device, self._settings.seed + len(sets)))
-            candidate.calls = [candidate.impl.make(work, inputs) for inputs in sets]
+            shared = sets.setdefault(candidate.layout, [])
+            while len(shared) < copies:
+                inputs = work.inputs(self._device, self._settings.seed + len(shared))
+                shared.append(in_layout(inputs, candidate.layout))
+            candidate.calls = [candidate.impl.make(work, inputs) for inputs in shared]
 
         return build
 
@@ -172,7 +184,7 @@ class _Sweep:
             candidate.row["kernels"] = candidate.kernels
 
     def _time(self, candidates: Sequence[_Candidate]) -> tuple[dict[str, Timing], Row]:
-        racing = {c.impl.name: c.calls for c in candidates if c.row is None}
+        racing = {c.name: c.calls for c in candidates if c.row is None}
         before = self._nvml.read()
         timings = time_interleaved(racing, self._timer, self._settings, self._is_fatal)
         return timings, {"before": before, "after": self._nvml.read()}
@@ -193,8 +205,7 @@ class _Sweep:
             "p20_ms": p20,
             "p80_ms": p80,
             "samples_ms": timing.samples_ms,
-            "late_samples": timing.late,
-            "enqueue_ms": timing.enqueue_ms,
+            "host_us": float(np.median(timing.host_us)) if timing.host_us else None,
             "timer": self._timer.name,
             "l2": self._settings.l2,
             "flops": flops,
@@ -245,6 +256,43 @@ class _Sweep:
     def _free(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def layouts_of(work: Workload, settings: Settings) -> tuple[str, ...]:
+    """The layouts that a workload is timed in; packed inputs have one, [T, H, D]."""
+    if work.seqlens is not None:
+        return ("thd",)
+    return ("bshd", "bhsd") if settings.layouts == "both" else (settings.layouts,)
+
+
+def in_layout(inputs: Any, layout: str) -> Any:
+    """Inputs [B, S, H, D], contiguous as they are or, for "bhsd", as [B, H, S, D]."""
+    if layout != "bhsd":
+        return inputs
+    return tuple(
+        t.transpose(1, 2).contiguous().transpose(1, 2) if t is not None and t.ndim == 4 else t
+        for t in inputs
+    )
+
+
+def merge_layouts(rows: Mapping[str, Row]) -> Row:
+    """The row that counts for an impl, of its rows by layout: the fastest one.
+
+    A layout in which the impl is wrong makes the row wrong. One that has no time for another reason
+    is named in the reason of the row that counts.
+    """
+    medians = {layout: row.get("median_ms") for layout, row in rows.items()}
+    timed = [layout for layout in rows if rows[layout]["status"] == "ok"]
+    wrong = [layout for layout in rows if rows[layout]["status"] == "wrong"]
+    failed = [layout for layout in rows if rows[layout]["status"] == "failed"]
+    if wrong or not timed:
+        layout = (wrong or failed or list(rows))[0]
+        return rows[layout] | {"layout": layout, "layouts_ms": medians}
+    layout = min(timed, key=lambda name: rows[name]["median_ms"])
+    others = [f"{name}: {row['status']}: {row['reason']}" for name, row in rows.items()
+              if name not in timed]  # fmt: skip
+    reason = "; ".join(filter(None, [rows[layout]["reason"], *others])) or None
+    return rows[layout] | {"layout": layout, "layouts_ms": medians, "reason": reason}
 
 
 def judge(
@@ -319,5 +367,5 @@ def _row(work: Workload, impl: Impl, status: str, reason: str | None) -> Row:
 
 def _errors(verdict: numerics.Verdict | None) -> Row:
     found = asdict(verdict) if verdict else {}
-    keys = ("max_abs_err", "baseline_err", "err_ratio", "checked")
+    keys = ("max_abs_err", "baseline_err", "err_ratio", "margin", "checked")
     return {key: found.get(key) for key in keys}

@@ -15,6 +15,7 @@ from attnscope.bench.workloads import DTYPE_SHORT, Workload
 from attnscope.common.hardware.devices import Device, Roof
 
 Row = Mapping[str, Any]
+MOST_CASES = 40  # workloads in one figure of dots; it grows with them
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,8 @@ def case_label(work: Workload) -> str:
         mask.append(f", window {work.window[0]},{work.window[1]}")
     if work.softcap:
         mask.append(f", softcap {work.softcap:g}")
-    return f"{shape}\n{dims(work)}{''.join(mask)}"
+    name = f"{work.label}: " if work.label else ""
+    return f"{name}{shape}\n{dims(work)}{''.join(mask)}"
 
 
 def timed(rows: Iterable[Row]) -> tuple[list[Point], Counter[str]]:
@@ -130,6 +132,10 @@ def timed(rows: Iterable[Row]) -> tuple[list[Point], Counter[str]]:
     for row in rows:
         if row["status"] != "ok" or not row.get("median_ms"):
             left_out["no time" if row["status"] == "ok" else str(row["status"])] += 1
+        elif not row.get("flops") or not row.get("bytes"):
+            raise ValueError(
+                f"a row with a time must have flops and bytes, got {row['impl']} without"
+            )
         else:
             points.append(Point(row, Workload.from_dict(row)))
     return points, left_out
@@ -159,7 +165,10 @@ def families(points: Iterable[Point]) -> list[Family]:
         cases: dict[Workload, list[Point]] = defaultdict(list)
         for point in group:
             cases[point.work].append(point)
-        found.append(Family(mode, dtype, l2, [], dict(cases)))
+        works = list(cases)
+        for first in range(0, len(works), MOST_CASES):
+            part = {work: cases[work] for work in works[first : first + MOST_CASES]}
+            found.append(Family(mode, dtype, l2, [], part))
     return found
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from rich import box
 from rich.table import Table
 
+from attnscope.bench.consistency import DRIFT, drifts
+from attnscope.bench.means import over_baseline, over_fastest_peer
 from attnscope.bench.statistics import geometric_mean
 from attnscope.bench.workloads import DTYPE_SHORT, Workload
 from attnscope.common.console import console, say
@@ -38,10 +40,12 @@ def print_bench(rows: Sequence[Row], env: Row) -> None:
         best = max((row["tflops"] or 0.0 for row in line if row), default=0.0)
         shown = [_cell(row, scale, best) for row in line]
         table.add_row(*(column[at] for column in columns.values()), *shown)
+    if any(row.get("host_us") for row in rows):
+        unit += " (host us to enqueue a call)"
     say(f"{unit}: {common}" if common else unit)
     console().print(table)
     _print_conditions(rows, env)
-    _print_ratios(rows, impls)
+    _print_ratios(rows)
     _print_reasons(rows)
 
 
@@ -64,6 +68,7 @@ def _lengths(work: Workload) -> str:
 
 
 _LABELS: dict[str, Callable[[Workload], str]] = {
+    "cell": lambda work: work.label or "",
     "dtype": lambda work: DTYPE_SHORT[work.dtype],
     "D": lambda work: _pair(work.head_dim, work.head_dim_v),
     "heads": lambda work: _pair(work.heads_q, work.heads_kv),
@@ -81,9 +86,10 @@ def _cell(row: Row | None, scale: float, best: float) -> str:
     if row["status"] != "ok" or row["tflops"] is None:
         return _TAGS.get(row["status"], "?")
     value = row["tflops"] * scale
-    marks = ("!" if row["throttled"] else "") + ("?" if row.get("late_samples") else "")
+    marks = ("!" if row["throttled"] else "") + ("~" if drifts(row) else "")
     text = f"{value:.{_decimals(value)}f}{marks}"
-    return f"[bold green]{text}[/]" if row["tflops"] >= best else text
+    host = f" ({row['host_us']:.0f})" if row.get("host_us") else ""
+    return f"[bold green]{text}[/]{host}" if row["tflops"] >= best else f"{text}{host}"
 
 
 def _decimals(value: float) -> int:
@@ -103,9 +109,11 @@ def _print_conditions(rows: Sequence[Row], env: Row) -> None:
         said.append(f"SM clock {_span(clocks)} MHz")
     if any(row["throttled"] for row in timed):
         said.append("! timed under a throttle reason (a power cap is one)")
-    if late := [row for row in timed if row.get("late_samples")]:
-        most = max(row["late_samples"] / len(row["samples_ms"]) for row in late)
-        said.append(f"? the GPU waited for the host in up to {most:.0%} of the samples")
+    if any(map(drifts, timed)):
+        said.append(f"~ samples that drift by more than {DRIFT:.0%} from first to last")
+    if layouts := Counter(row["layout"] for row in timed if len(row.get("layouts_ms") or {}) > 1):
+        counts = ", ".join(f"{name} in {count}" for name, count in sorted(layouts.items()))
+        said.append(f"the faster layout counts: {counts} rows")
     where = env["gpu"] or f"{env['cpu']}, {env['threads']} threads"
     say(f"{where}: " + "; ".join(said))
 
@@ -115,15 +123,19 @@ def _span(values: Iterable[float]) -> str:
     return f"{found[0]}" if found[0] == found[-1] else f"{found[0]} to {found[-1]}"
 
 
-def _print_ratios(rows: Sequence[Row], impls: Sequence[str]) -> None:
-    baseline = next((row["baseline"] for row in rows if row["baseline"]), None)
-    means = []
-    for impl in impls:
-        ratios = [row["ratio"] for row in rows if row["impl"] == impl and row["ratio"]]
-        if ratios and impl != baseline:
-            means.append(f"{impl} {geometric_mean(ratios):.3f} ({len(ratios)})")
-    if means:
-        say(f"speed over {baseline}, geometric mean (workloads): " + ", ".join(means))
+def _print_ratios(rows: Sequence[Row]) -> None:
+    baseline, groups = over_baseline(rows)
+    for lengths, by_impl in groups.items():
+        means = [
+            f"{impl} {geometric_mean(ratios):.3f} ({len(ratios)})"
+            for impl, ratios in by_impl.items()
+            if impl != baseline
+        ]
+        if means:
+            head = f"speed over {baseline}, geometric mean (workloads), {lengths}"
+            say(f"{head}: " + ", ".join(means))
+    for mean in over_fastest_peer(rows):
+        say(mean.text())
     for row in rows:
         if row["impl"] == "cpu" and row["ratio"] and _is_headline(row):
             low, high = row["ratio_ci"] or (row["ratio"], row["ratio"])
@@ -193,7 +205,7 @@ class CheckReport:
             worst = f", worst margin {max(margins):.2f}" if margins else ""
             say(f"{impl}: {passed} of {total} passed{worst}", None if passed == total else "red")
         if not self._verdicts and not self._broken:
-            say("check: nothing could be checked", "red")
+            say("check: nothing could be checked", "red", stderr=True)
             return False
         return good
 

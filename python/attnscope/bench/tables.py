@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from attnscope.bench.means import by_length, over_baseline, over_fastest_peer
 from attnscope.bench.series import Point, timed
 from attnscope.bench.statistics import geometric_mean
 from attnscope.bench.workloads import DTYPE_SHORT, Workload
@@ -40,21 +41,24 @@ def results_table(path: Path, folder: Path) -> str:
     for work in by_work:
         by_shape.setdefault(_shape(work), []).append(work)
     every = [
-        (f"{_shape(work)}, {_size(work)}", {i: value(p) for i, p in cells.items()})
-        for work, cells in by_work.items()
+        (_name(work), {i: value(p) for i, p in cells.items()}) for work, cells in by_work.items()
     ]
     means = [
-        (f"{shape} ({len(works)})", _means(impls, [by_work[w] for w in works], value))
-        for shape, works in by_shape.items()
+        (f"{shape}, {lengths} ({len(works)})", _means(impls, [by_work[w] for w in works], value))
+        for shape, same in by_shape.items()
+        for lengths, works in by_length(same).items()
     ]
     ratios = _ratios(rows, impls)
     source = [_source(os.path.relpath(path, folder), env, unit, left_out)]
-    if len(every) <= FOLD_OVER:
-        return "\n".join(source + _table("workload", impls, every, unit, ratios))
+    over_peers = [f"- {mean.text()}" for mean in over_fastest_peer(rows)]
+    last = ["", *over_peers] if over_peers else []
+    if len(every) <= FOLD_OVER or any(work.label for work in by_work):
+        return "\n".join([*source, *_table("workload", impls, every, unit, ratios), *last])
     folded = [f"<details><summary>All {len(every)} workloads</summary>", ""]
     folded += [*_table("workload", impls, every, unit), "", "</details>"]
-    head = "geometric mean over (lengths)"
-    return "\n".join([*source, *_table(head, impls, means, unit, ratios), "", *folded])
+    head = "geometric mean over lengths (workloads)"
+    table = _table(head, impls, means, unit, ratios)
+    return "\n".join([*source, *table, *last, "", *folded])
 
 
 def put_results(document: Path, results: Mapping[Path, Path]) -> None:
@@ -101,6 +105,11 @@ def _shape(work: Workload) -> str:
     return ", ".join([*parts, "causal" if work.causal else "not causal"])
 
 
+def _name(work: Workload) -> str:
+    name = f"{_shape(work)}, {_size(work)}"
+    return f"{work.label}: {name}" if work.label else name
+
+
 def _size(work: Workload) -> str:
     if work.seqlens is not None:
         return f"{len(work.seqlens)} packed, {sum(q for q, _ in work.seqlens):,} tokens"
@@ -118,16 +127,18 @@ def _means(
 
 
 def _ratios(rows: Sequence[Row], impls: Sequence[str]) -> list[str]:
-    """The last line: geometric mean speed over the run's baseline, with how many workloads."""
-    baseline = next((row["baseline"] for row in rows if row.get("baseline")), None)
-    ratios = {
-        impl: [row["ratio"] for row in rows if row["impl"] == impl and row.get("ratio")]
-        for impl in impls
-    }
-    if baseline is None or not any(ratios.values()):
-        return []
-    cells = [f"{geometric_mean(r):.2f}x ({len(r)})" if r else "-" for r in ratios.values()]
-    return [f"| speed over {baseline}, geometric mean (workloads) | {' | '.join(cells)} |"]
+    """The last lines: geometric mean speed over the run's baseline, by lengths, with how many
+    workloads."""
+    baseline, groups = over_baseline(rows)
+    lines = []
+    for lengths, ratios in groups.items():
+        cells = [
+            f"{geometric_mean(ratios[impl]):.2f}x ({len(ratios[impl])})" if impl in ratios else "-"
+            for impl in impls
+        ]
+        head = f"speed over {baseline}, geometric mean, {lengths} (workloads)"
+        lines.append(f"| {head} | {' | '.join(cells)} |")
+    return lines
 
 
 def _table(

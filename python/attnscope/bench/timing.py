@@ -1,11 +1,10 @@
 """How long a call takes: every sample kept, impls interleaved in random order, the cache stated.
 
 On a GPU a sample is a pair of CUDA events around the call on the current stream. Before it, outside
-the pair, the L2 is flushed (`cold`) and the stream is kept busy until the host has enqueued the
-call, so that launches are not part of the time. Whether it had is asked of the first event, and a
-sample for which the host came late is taken again. After it the card rests: kernels that keep the
-tensor cores full, one after the other, would come to its power limit, and the clock would move from
-sample to sample. On a CPU it is a wall clock.
+the pair, the L2 is flushed (`cold`) and the stream is held (`attnscope.bench.hold`) until the host
+has enqueued the call, so launches are not part of the time; what they cost the host is `host_us`.
+After a sample the card rests: kernels that keep the tensor cores full, back to back, reach its
+power limit, and the clock then changes from sample to sample. On a CPU it is a wall clock.
 """
 
 from __future__ import annotations
@@ -19,20 +18,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from attnscope.bench.hold import CudaDriver, StreamHold
 from attnscope.ranges import MEASURE, WARMUP, nvtx_range
 
 Call = Callable[[], Any]
+LAYOUTS = ("both", "bshd", "bhsd")
 L2_MODES = ("cold", "rotate", "warm")
 FLUSH_OVER_L2 = 2.0
-# torch.cuda._sleep counts cycles of a clock of at most this rate; too long a sleep is harmless.
-_SLEEP_HZ = 2.0e9
-# How long the stream is kept busy before a sample: at first so many times what the fastest launch
-# of the call took, and a little; twice as long after each sample for which the host came late, and
-# for so many samples of an impl of a workload at most: one that waits for itself is late always.
-_LEAD = 1.5
-_LEAST_LEAD_MS = 0.02
-_MOST_LEAD_MS = 10.0
-_MOST_RETAKES = 12
 _MOST_REST = 100.0
 
 
@@ -43,7 +35,9 @@ class Settings:
     l2: "cold" (flushed before each sample), "rotate" (copies of the inputs, used in turn, that
     together exceed the cache) or "warm". Rounds are taken until `budget_s` seconds have passed,
     at least `min_samples` and at most `max_samples`. `graph`: time the replay of a CUDA graph.
-    `rest`: after a sample a GPU rests for so many times as long as that took.
+    `rest`: idle time of a GPU after a sample, as a multiple of the sample's time. `layouts`: inputs
+    contiguous as [B, S, H, D] ("bshd"), as [B, H, S, D] ("bhsd"), or "both", of which the faster
+    one counts for each impl.
     """
 
     l2: str = "cold"
@@ -54,8 +48,11 @@ class Settings:
     budget_s: float = 2.0
     rest: float = 2.0
     seed: int = 0
+    layouts: str = "bshd"
 
     def __post_init__(self) -> None:
+        if self.layouts not in LAYOUTS:
+            raise ValueError(f"layouts must be one of {', '.join(LAYOUTS)}, got {self.layouts!r}")
         if self.l2 not in L2_MODES:
             raise ValueError(f"l2: {self.l2!r} is not one of {', '.join(L2_MODES)}")
         if not 1 <= self.min_samples <= self.max_samples:
@@ -73,23 +70,18 @@ class Settings:
 
 @dataclass
 class Timing:
-    """Samples of one impl in ms, in the order of the rounds, or the error that ended them.
-
-    `late` of them hold time in which the GPU waited for the host, however early it began: a call
-    that waits for its own results has no others.
-    """
+    """Samples of one impl, in the order of the rounds, or the error that ended them."""
 
     samples_ms: list[float] = field(default_factory=list)
-    late: int = 0
-    enqueue_ms: float | None = None  # host time to launch one call; None on a CPU
+    host_us: list[float] = field(default_factory=list)  # to enqueue each; empty on a CPU
     error: Exception | None = None
 
 
 class Sample(NamedTuple):
-    """One call in ms; `late`: the host may have been launching when the GPU had begun."""
+    """One call: its time in ms, and on a GPU the host's time to enqueue it in us."""
 
     ms: float
-    late: bool = False
+    host_us: float | None = None
 
 
 class Timer(Protocol):
@@ -97,11 +89,11 @@ class Timer(Protocol):
 
     name: str
 
-    def warm_up(self, call: Call, times: int) -> float | None:
-        """Run the call `times` times; host time to launch it in ms, where that is not all of it."""
+    def warm_up(self, call: Call, times: int) -> None:
+        """Run the call `times` times."""
 
-    def measure(self, call: Call, lead_ms: float) -> Sample:
-        """One call, for which a GPU is first kept busy for `lead_ms`."""
+    def measure(self, call: Call) -> Sample:
+        """Time one call."""
 
 
 class WallClock:
@@ -109,12 +101,11 @@ class WallClock:
 
     name = "wall-clock"
 
-    def warm_up(self, call: Call, times: int) -> float | None:
+    def warm_up(self, call: Call, times: int) -> None:
         for _ in range(times):
             call()
-        return None
 
-    def measure(self, call: Call, lead_ms: float) -> Sample:
+    def measure(self, call: Call) -> Sample:
         start = time.perf_counter()
         call()
         return Sample((time.perf_counter() - start) * 1e3)
@@ -125,36 +116,39 @@ class CudaEvents:
 
     name = "cuda-events"
 
-    def __init__(self, device: torch.device, flush_bytes: int, rest: float = 0.0) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        flush_bytes: int,
+        rest: float = 0.0,
+        hold: StreamHold | None = None,
+    ) -> None:
         self._device = device
         self._rest = rest
+        self._hold = hold or StreamHold(CudaDriver(device))
         self._start = torch.cuda.Event(enable_timing=True)
         self._end = torch.cuda.Event(enable_timing=True)
         self._buffer = torch.empty(flush_bytes // 4, dtype=torch.int32, device=device)
 
-    def warm_up(self, call: Call, times: int) -> float | None:
-        enqueue = []
+    def warm_up(self, call: Call, times: int) -> None:
         for _ in range(times):
-            start = time.perf_counter()
             call()
-            enqueue.append(time.perf_counter() - start)
             torch.cuda.synchronize(self._device)
-        return min(enqueue) * 1e3
 
-    def measure(self, call: Call, lead_ms: float) -> Sample:
+    def measure(self, call: Call) -> Sample:
         if self._buffer.numel():
             self._buffer.zero_()
             self._buffer.sum()  # the write leaves dirty lines, whose eviction the call would pay
-        torch.cuda._sleep(int(1e-3 * lead_ms * _SLEEP_HZ))
-        with nvtx_range(MEASURE):
+        with nvtx_range(MEASURE), self._hold():
             self._start.record()
+            began = time.perf_counter()
             call()
+            host_us = (time.perf_counter() - began) * 1e6
             self._end.record()
-            late = self._start.query()
         self._end.synchronize()
         ms = float(self._start.elapsed_time(self._end))
         time.sleep(1e-3 * self._rest * ms)
-        return Sample(ms, late)
+        return Sample(ms, host_us)
 
 
 class CudaGraph:
@@ -166,12 +160,12 @@ class CudaGraph:
         self._events = CudaEvents(device, flush_bytes, rest)
         self._graphs: dict[Call, torch.cuda.CUDAGraph] = {}
 
-    def warm_up(self, call: Call, times: int) -> float | None:
+    def warm_up(self, call: Call, times: int) -> None:
         self._events.warm_up(call, times)
-        return self._events.warm_up(self._captured(call).replay, times)
+        self._events.warm_up(self._captured(call).replay, times)
 
-    def measure(self, call: Call, lead_ms: float) -> Sample:
-        return self._events.measure(self._captured(call).replay, lead_ms)
+    def measure(self, call: Call) -> Sample:
+        return self._events.measure(self._captured(call).replay)
 
     def _captured(self, call: Call) -> torch.cuda.CUDAGraph:
         if call not in self._graphs:
@@ -223,8 +217,6 @@ def time_interleaved(
     """
     rng = random.Random(settings.seed)
     timings = {name: Timing() for name in calls}
-    leads_ms = dict.fromkeys(calls, 0.0)
-    retakes = dict.fromkeys(calls, _MOST_RETAKES)
     inputs = {name: itertools.cycle(turns) for name, turns in calls.items()}
     active = list(calls)
 
@@ -239,21 +231,13 @@ def time_interleaved(
 
     def warm_up(name: str) -> None:
         for call in calls[name]:
-            timings[name].enqueue_ms = timer.warm_up(call, settings.warmup)
-            lead_ms = _LEAST_LEAD_MS + _LEAD * (timings[name].enqueue_ms or 0.0)
-            leads_ms[name] = min(max(leads_ms[name], lead_ms), _MOST_LEAD_MS)
+            timer.warm_up(call, settings.warmup)
 
     def sample(name: str) -> None:
-        taken = measure(name)
-        while taken.late and retakes[name]:
-            retakes[name] -= 1
-            leads_ms[name] = min(2 * leads_ms[name], _MOST_LEAD_MS)
-            taken = measure(name)
+        taken = timer.measure(next(inputs[name]))
         timings[name].samples_ms.append(taken.ms)
-        timings[name].late += taken.late
-
-    def measure(name: str) -> Sample:
-        return timer.measure(next(inputs[name]), leads_ms[name])
+        if taken.host_us is not None:
+            timings[name].host_us.append(taken.host_us)
 
     with nvtx_range(WARMUP):
         for name in calls:

@@ -3,7 +3,7 @@
 import itertools
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ class Workload:
     v [.., head_dim_v]. Packed (`seqlens` given, one (query length, key length) a segment):
     q [sum, heads_q, head_dim] and so on; batch is then the number of segments, seqlen_q and
     seqlen_k the longest. `window` is (left, right) aligned to the bottom right, -1 unbounded.
+    `label` names the workload for readers (a model and its layer); it is no part of what is
+    computed, so workloads that differ in nothing else are equal and have one id.
     Raises ValueError that names the field, its value and what is allowed.
     """
 
@@ -41,6 +43,7 @@ class Workload:
     softcap: float = 0.0
     mode: str = "forward"
     seqlens: tuple[tuple[int, int], ...] | None = None
+    label: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -61,6 +64,8 @@ class Workload:
             raise ValueError(f"window: {self.window!r} is not (left, right), each -1 or more")
         if not 0.0 <= self.softcap < float("inf"):
             raise ValueError(f"softcap: {self.softcap!r} is not a finite number of at least 0")
+        if self.label is not None and (not isinstance(self.label, str) or not self.label.strip()):
+            raise ValueError(f"label must be text, got {self.label!r}")
         if self.seqlens is not None:
             self._check_seqlens(self.seqlens)
 
@@ -187,12 +192,18 @@ class Workload:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Workload":
-        """Inverse of `to_dict`, also after a round trip through JSON."""
+        """Inverse of `to_dict`, also after a round trip through JSON.
+
+        Raises ValueError for values that are no workload.
+        """
         own = {f.name: values[f.name] for f in fields(cls) if f.name in values}
-        own["window"] = tuple(own.get("window", (-1, -1)))
-        if own.get("seqlens") is not None:
-            own["seqlens"] = tuple((q, k) for q, k in own["seqlens"])
-        return cls(**own)
+        try:
+            own["window"] = tuple(own.get("window", (-1, -1)))
+            if own.get("seqlens") is not None:
+                own["seqlens"] = tuple((q, k) for q, k in own["seqlens"])
+            return cls(**own)
+        except TypeError as error:
+            raise ValueError(f"a row must describe a workload, got {error}") from None
 
 
 _LEAST = {

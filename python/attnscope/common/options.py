@@ -20,11 +20,18 @@ Device = Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu; left out, a
 
 @contextmanager
 def bad_input(command: str) -> Iterator[None]:
-    """Turn a ValueError into one line and exit code 2."""
+    """Turn a ValueError, or a file that cannot be read or written, into one line on stderr and exit
+    code 2."""
     try:
         yield
     except ValueError as error:
-        say(f"{command}: {error}", "red")
+        say(f"{command}: {error}", "red", stderr=True)
+        raise typer.Exit(2) from None
+    except OSError as error:
+        # A rename names the temporary file first.
+        name = error.filename2 or error.filename
+        text = f"{name}: {error.strerror}" if name and error.strerror else str(error)
+        say(f"{command}: {text}", "red", stderr=True)
         raise typer.Exit(2) from None
 
 

@@ -27,9 +27,12 @@ INK = "#555555"
 def save(figure: Figure, stem: Path) -> list[Path]:
     """Write a figure as `<stem>.png` and `<stem>.svg`; the same bytes for the same numbers."""
     import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     targets = [stem.with_name(stem.name + suffix) for suffix in (".png", ".svg")]
-    with matplotlib.rc_context(RC):
-        for target in targets:
-            figure.savefig(target, metadata={"Date": None} if target.suffix == ".svg" else None)
+    with matplotlib.rc_context(RC):  # not by savefig, which draws a figure twice
+        figure.dpi = RC["savefig.dpi"]
+        FigureCanvasAgg(figure).print_png(targets[0])
+        FigureCanvasSVG(figure).print_svg(targets[1], metadata={"Date": None})
     return targets

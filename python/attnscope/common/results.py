@@ -16,15 +16,21 @@ SCHEMA = 1
 STATUSES = ("ok", "wrong", "skipped", "failed")
 # Every row has these, null where there is nothing to say; numbers are ms, 1e12 FLOP/s, 1e9 byte/s.
 ROW_KEYS = (
-    "impl", "workload", "mode", "dtype", "batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv",
-    "head_dim", "head_dim_v", "causal", "window", "softcap", "varlen", "seqlens",
+    "impl", "workload", "label", "mode", "dtype", "batch", "seqlen_q", "seqlen_k", "heads_q",
+    "heads_kv", "head_dim", "head_dim_v", "causal", "window", "softcap", "varlen", "seqlens",
     "status", "reason",
-    "median_ms", "p20_ms", "p80_ms", "samples_ms", "late_samples", "enqueue_ms", "timer", "l2",
+    "median_ms", "p20_ms", "p80_ms", "samples_ms", "host_us", "layout", "layouts_ms", "timer",
+    "l2",
     "flops", "flops_exact", "flops_rule", "bytes", "tflops", "gbps", "pct_peak",
     "baseline", "ratio", "ratio_ci",
-    "max_abs_err", "baseline_err", "err_ratio", "checked", "kernels",
+    "max_abs_err", "baseline_err", "err_ratio", "margin", "checked", "kernels",
     "sm_clock_mhz", "power_w", "temperature_c", "throttled", "nvml",
 )  # fmt: skip
+# A row that lacks one of these describes no call.
+_NEEDED = {
+    "impl", "status", "dtype", "batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "head_dim",
+    "head_dim_v",
+}  # fmt: skip
 # A file is continued only where these agree: its rows are then of one experiment.
 SAME_TO_RESUME = ("device", "gpu", "cpu", "threads", "torch", "attnscope", "settings")
 
@@ -44,6 +50,8 @@ class Results:
         An older file that is not resumed is kept as `<name>.bak`. Raises ValueError where the file
         to resume is no result file or of another experiment (device, versions, settings).
         """
+        if path.is_dir():
+            raise ValueError(f"output must be a file, got the folder {path}")
         if resume and path.exists():
             old = read_results(path)
             for key in SAME_TO_RESUME:
@@ -112,6 +120,15 @@ def read_results(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{path}: not a result file: no schema, env and rows in it")
     if content["schema"] != SCHEMA:
         raise ValueError(f"{path}: schema {content['schema']!r}; this version reads {SCHEMA}")
+    if not isinstance(content["env"], dict) or not isinstance(content["rows"], list):
+        raise ValueError(f"{path}: not a result file: env must be an object, and rows a list")
+    for number, row in enumerate(content["rows"], start=1):
+        if not isinstance(row, dict) or not _NEEDED <= set(row):
+            there = set(row) if isinstance(row, dict) else set()
+            raise ValueError(
+                f"{path}: not a result file: row {number} must have {', '.join(sorted(_NEEDED))}; "
+                f"it lacks {', '.join(sorted(_NEEDED - there))}"
+            )
     return content
 
 
@@ -155,6 +172,8 @@ def export(path: Path, target: Path) -> None:
     if target.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
         raise ValueError("target: parquet needs the package pyarrow, which is not installed")
     rows = read_results(path)["rows"]
+    if not target.parent.is_dir():
+        raise ValueError(f"target must be in a folder that exists, got {target}")
     flat = [
         {key: json.dumps(v) if isinstance(v, list | dict) else v for key, v in row.items()}
         for row in rows

@@ -3,27 +3,34 @@
     register()
     model.set_attn_implementation("attnscope")
 
-Causal self-attention of decoder models, with fewer key heads than query heads, and with a cache. No
-mask tensor is built; what would need one is refused, never computed as if it were not there.
+Causal self-attention of decoder models: grouped heads, sliding windows, softcap, packed batches,
+growing and static caches, torch.compile and torch.export. No mask of scores is built. A mask that
+would need one is refused; an option that is not known here is refused too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from attnscope.functional import attention
+from attnscope.functional import attention, attention_varlen
+from attnscope.transformers_mask import CAUSAL, REMEDY, mask, read_note
+
+__all__ = ["INSTALL", "NAME", "OLDEST", "forward", "mask", "register", "require"]
 
 NAME = "attnscope"
 OLDEST = 5  # major version of transformers: how it calls a mask function
 INSTALL = 'pip install "attnscope[transformers]"'
 
-# What a model may pass that changes the scores or asks for more than the output.
-_CHANGES = (
-    "position_bias", "softcap", "sliding_window", "s_aux", "head_mask", "output_attentions",
-    "cu_seq_lens_q", "cu_seq_lens_k",
+# Options that models pass on to their attention and that change nothing there.
+_HARMLESS = frozenset(
+    {
+        "position_ids", "cache_position", "use_cache", "cache", "past_key_value", "past_key_values",
+        "output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch",
+        "logits_to_keep", "layer_idx", "deterministic",
+    }
 )  # fmt: skip
 
 
@@ -62,6 +69,12 @@ def forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | Tensor | None = None,
+    max_length_k: int | Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers' AttentionInterface calls it.
@@ -69,58 +82,115 @@ def forward(
     Args:
         module: the attention module; its `is_causal` counts where the argument is None.
         query: [B, Hq, Sq, D]; key, value: [B, Hkv, Sk, D], not repeated for their query heads.
-        attention_mask: must be None.
+        attention_mask: what `mask` returned: None, or a note of a few numbers.
         dropout: must be 0.
         scaling: factor of the scores; 1 / sqrt(D) by default.
-        options: what else a model passes; what changes the scores is refused.
+        is_causal: must be True.
+        sliding_window: a query sees its own key and sliding_window - 1 before it.
+        softcap: scores s become softcap * tanh(s / softcap).
+        cu_seq_lens_q, cu_seq_lens_k: [N + 1], bounds of packed sequences in the B * S rows. They
+            decide, as with transformers' FlashAttention, whatever the position ids say.
+        max_length_q, max_length_k: the longest packed sequence; the number of rows by default.
+        options: other options must be None, False or known to change nothing.
 
     Returns:
         [B, Sq, Hq, D], contiguous, and None for the weights, which are never there.
 
     Raises ValueError for what the op cannot do, and as `attnscope.attention`.
     """
-    if attention_mask is not None:
-        raise ValueError(f"attention_mask: has shape {list(attention_mask.shape)}; allowed: None")
     if dropout > 0:
-        raise ValueError(f"dropout: is {dropout:g}; allowed: 0")
+        raise ValueError(
+            f"dropout must be 0, got {dropout:g}. Call model.eval(), or set attention_dropout to 0 "
+            "in the configuration."
+        )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not causal:
-        raise ValueError("is_causal: is False; allowed: True")
-    for name in _CHANGES:
-        if not (options.get(name) is None or options[name] is False):
-            raise ValueError(f"{name}: is given; allowed: None")
-    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    out = attention(q, k, v, causal=True, scale=scaling)
+        raise ValueError(f"is_causal must be True, got {causal}. {REMEDY}")
+    segmented = cu_seq_lens_q is not None
+    _refuse_unknown(options, segmented)
+    if segmented != (cu_seq_lens_k is not None):
+        raise ValueError(
+            f"cu_seq_lens_k must be given together with cu_seq_lens_q, got {cu_seq_lens_k}. "
+            "Pass both or neither."
+        )
+    note = read_note(attention_mask)
+    window = _window(sliding_window, note.window)
+    heads: dict[str, Any] = dict(causal=True, window=(window - 1 if window else -1, -1))
+    heads |= dict(scale=scaling, softcap=0.0 if softcap is None else float(softcap))
+
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        bounds = cu_seq_lens_q.int(), cu_seq_lens_k.int()
+        longest = _longest(max_length_q, query), _longest(max_length_k, key)
+        return _packed(query, key, value, bounds, longest, heads), None
+    if note.plain is not None:
+        torch._assert_async(note.plain.all(), f"mask_function must be {CAUSAL}. {REMEDY}")
+    if note.segments is not None:
+        longest = query.shape[2], key.shape[2]
+        return _packed(query, key, value, (note.segments, note.segments), longest, heads), None
+    if note.filled is not None:
+        return _partly_filled(query, key, value, note.filled, heads), None
+    if note.from_empty:
+        key, value = (t[:, :, : query.shape[2]] for t in (key, value))
+    out = attention(*(t.transpose(1, 2) for t in (query, key, value)), **heads)
     assert isinstance(out, Tensor)
     return out, None
 
 
-def mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
-    **options: Any,
-) -> None:
-    """The mask as transformers' AttentionMaskInterface asks for it: None, which is causal.
+def _refuse_unknown(options: dict[str, Any], segmented: bool) -> None:
+    for name, given in options.items():
+        if given is None or given is False or name in _HARMLESS:
+            continue
+        if name == "seq_idx" and segmented:  # the same sequences, for other kinds of layers
+            continue
+        rule = "None or False" if isinstance(given, bool) else "None"
+        shown = f"a tensor of shape {list(given.shape)}" if isinstance(given, Tensor) else given
+        raise ValueError(f"{name} must be {rule}, got {shown}. {REMEDY}")
 
-    Raises ValueError for padding, for any mask but the causal one (windows, packed sequences, an
-    overlay of the caller's), and for a cache whose last key is not that of the last query.
+
+def _window(sliding_window: int | None, of_mask: int | None) -> int | None:
+    """The sliding window in tokens; the mask's and the layer's must agree."""
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(
+            f"sliding_window must be at least 1, got {sliding_window}. None is no window."
+        )
+    if None not in (sliding_window, of_mask) and sliding_window != of_mask:
+        raise ValueError(
+            f"sliding_window must be that of the mask ({of_mask}), got {sliding_window}. {REMEDY}"
+        )
+    return of_mask if sliding_window is None else sliding_window
+
+
+def _longest(length: int | Tensor | None, rows: Tensor) -> int:
+    """The longest sequence, or a bound where the length is not there without waiting for it."""
+    return length if isinstance(length, int) else rows.shape[0] * rows.shape[2]
+
+
+def _packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    heads: dict[str, Any],
+) -> Tensor:
+    """Sequences end to end in the rows of a batch."""
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+    out = attention_varlen(q, k, v, *bounds, *longest, **heads)
+    assert isinstance(out, Tensor)
+    return out.unflatten(0, (query.shape[0], query.shape[2]))
+
+
+def _partly_filled(
+    query: Tensor, key: Tensor, value: Tensor, filled: Tensor, heads: dict[str, Any]
+) -> Tensor:
+    """Attention to the first `filled[1]` keys of a cache, a number that only the device knows.
+
+    All batch entries have as many keys, so they are heads of one packed sequence: that needs no
+    copy of the cache. Query head b * Hq + h reads key head b * Hkv + h // (Hq / Hkv), as it must.
     """
-    from transformers.masking_utils import causal_mask_function
-
-    if attention_mask is not None:
-        raise ValueError(
-            f"attention_mask: has shape {list(attention_mask.shape)}; allowed: None, for a batch "
-            "without padding"
-        )
-    if mask_function not in (None, causal_mask_function):
-        raise ValueError("mask_function: is not the causal one alone; allowed: causal")
-    if isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length:
-        raise ValueError(
-            f"kv_length: is {kv_length} for {q_length} queries after {q_offset} keys; allowed: a "
-            "cache that ends with the last query"
-        )
+    batch, _, queries, _ = query.shape
+    q, k, v = (t.flatten(0, 1).transpose(0, 1) for t in (query, key, value))
+    bounds = torch.arange(2, dtype=torch.int32, device=query.device) * queries, filled
+    out = attention_varlen(q, k, v, *bounds, queries, key.shape[2], **heads)
+    assert isinstance(out, Tensor)
+    return out.unflatten(1, (batch, -1)).transpose(0, 1).contiguous()

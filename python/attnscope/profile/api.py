@@ -1,17 +1,23 @@
-"""`Profile`: what was recorded of a region, as tables and as files."""
+"""`Profile`: a recorded region as tables and files; `Region`: one that is being recorded."""
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from attnscope.common.console import say
 from attnscope.profile.analysis.result import Result
+from attnscope.profile.errors import ProfileError
 from attnscope.profile.render.chrome_trace import write_chrome_trace
 from attnscope.profile.render.files import to_json as write_json
-from attnscope.profile.render.files import write_csv
 from attnscope.profile.render.html import write_html
-from attnscope.profile.render.terminal import print_profile, print_use
+from attnscope.profile.render.terminal import print_profile
+from attnscope.profile.trace.reader import read_trace
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Profile(Result):
@@ -23,15 +29,18 @@ class Profile(Result):
 
         Raises ValueError for a file that is no whole trace.
         """
-        found = cls(Path(path).name.removesuffix(".gz").removesuffix(".json"))
-        found.unprofiled_reason = found.sm_clock_reason = "the trace was read from a file"
-        found.fill(Path(path))
-        return found
+        why = "the trace was read from a file"
+        return cls(
+            name=Path(path).name.removesuffix(".gz").removesuffix(".json"),
+            source=Path(path),
+            trace=read_trace(path),
+            unprofiled_reason=why,
+            sm_clock_reason=why,
+        )
 
     def print(self, top: int = 20, sort: str | None = None, full_names: bool = False) -> None:
-        """Show the tables in the terminal: see show.print_profile."""
+        """Show the tables in the terminal: see terminal.print_profile."""
         print_profile(self, top=top, sort=sort, full_names=full_names)
-        print_use(self, top)
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write tables, attribution and audit as strict JSON."""
@@ -46,19 +55,76 @@ class Profile(Result):
         write_chrome_trace(self, path)
 
 
-def write_all(found: Profile, folder: Path) -> None:
-    """Every table as CSV, everything as JSON, the page, and the chrome trace.
+def _after(method: Callable[Concatenate[Profile, P], R]) -> Callable[Concatenate[Region, P], R]:
+    """A method of Profile that a Region has once it has ended."""
 
-    A trace that was read from the folder as `trace.json` stays as it is.
+    @functools.wraps(method)
+    def call(region: Region, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return method(region.profile, *args, **kwargs)
+
+    return call
+
+
+def _fact(name: str) -> Any:
+    """An attribute of Profile that a Region has once it has ended."""
+    return property(lambda region: getattr(region.profile, name))
+
+
+class Region:
+    """What `with profile() as region` gives: its name, and `profile` once the region has ended.
+
+    The attributes and methods of that Profile are here too, so that one name serves; before the end
+    they raise ProfileError.
     """
-    written = write_csv(found, folder)
-    for name, write in (("profile.json", found.to_json), ("profile.html", found.to_html)):
-        written.append(folder / name)
-        write(written[-1])
-    copy = folder / "trace.json"
-    if copy.exists() and copy.samefile(found.source):
-        say(f"{copy} is the trace that was read: it stays as it is", "yellow")
-    else:
-        written.append(copy)
-        found.export_chrome_trace(copy)
-    say(f"wrote {', '.join(sorted(path.name for path in written))} in {folder}")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._profile: Profile | None = None
+        self._failure: str | None = None
+
+    def end(self, profile: Profile) -> None:
+        """The region has ended, and this is its profile."""
+        self._profile = profile
+
+    def fail(self, reason: str) -> None:
+        """The region has ended without a profile."""
+        self._failure = reason
+
+    @property
+    def ended(self) -> bool:
+        """There is a profile."""
+        return self._profile is not None
+
+    @property
+    def profile(self) -> Profile:
+        """The profile. Raises ProfileError before the region has ended, and where it has none."""
+        if self._profile is not None:
+            return self._profile
+        if self._failure is not None:
+            raise ProfileError(f"nothing is recorded: {self._failure}")
+        raise ProfileError("the region has not ended yet, nothing is recorded")
+
+    source, trace, attribution, audit = map(_fact, ("source", "trace", "attribution", "audit"))
+    wall_s, unprofiled_wall_s = _fact("wall_s"), _fact("unprofiled_wall_s")
+    unprofiled_reason, interrupted = _fact("unprofiled_reason"), _fact("interrupted")
+    sm_clock_mhz, sm_clock_reason = _fact("sm_clock_mhz"), _fact("sm_clock_reason")
+    incomplete, empty, has_ops = _fact("incomplete"), _fact("empty"), _fact("has_ops")
+    flop_counts, device, device_reason = map(_fact, ("flop_counts", "device", "device_reason"))
+
+    table = _after(Profile.table)
+    operators = _after(Profile.operators)
+    kernels = _after(Profile.kernels)
+    stages = _after(Profile.stages)
+    copies = _after(Profile.copies)
+    modules = _after(Profile.modules)
+    memory = _after(Profile.memory)
+    links = _after(Profile.links)
+    lines = _after(Profile.lines)
+    steps = _after(Profile.steps)
+    efficiency = _after(Profile.efficiency)
+    findings = _after(Profile.findings)
+    expect = _after(Profile.expect)
+    print = _after(Profile.print)
+    to_json = _after(Profile.to_json)
+    to_html = _after(Profile.to_html)
+    export_chrome_trace = _after(Profile.export_chrome_trace)

@@ -1,19 +1,13 @@
-"""Runs a script or a module in this process, as Python would."""
+"""Runs a script or a module in this process."""
 
 from __future__ import annotations
 
-import atexit
 import concurrent.futures.thread
-import functools
 import os
 import runpy
-import signal
 import sys
 import threading
 import traceback
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +17,11 @@ INTERRUPTED = 130
 
 
 class Script:
-    """A script or module that runs in this process as if Python had been started with it."""
+    """A script or module, run as `__main__`.
+
+    Threads that it starts are waited for, if they are not daemons; work that it leaves to an
+    executor after its end is not.
+    """
 
     def __init__(self, target: str, arguments: list[str], module: bool) -> None:
         if module and not _is_module(target):
@@ -32,27 +30,25 @@ class Script:
             raise ValueError(f"script: there is no file {target!r}; a module needs -m")
         self.target, self.arguments, self.module = target, arguments, module
         self.name = target if module else Path(target).stem
-        self.ended = False
         self.failure: Exception | None = None  # of the script; printed
+        # The script's globals (where it raised, its frames have them) live as long as this object:
+        # their destructors may wait for work that must end first.
+        self._globals: Any = None
 
     def run(self) -> int:
-        """Run it to its end, and that of threads it started; the code it exits with."""
-        self.ended, self.failure = False, None
+        """Run it to its end, and that of threads it started; the code it exits with.
+
+        Raises what it raises, but for SystemExit.
+        """
         before = sys.argv, sys.path[:]
-        others = threading.enumerate()
+        others = {*threading.enumerate()}
         sys.argv = [self.target, *self.arguments]
         sys.path.insert(0, "" if self.module else str(Path(self.target).resolve().parent))
-        code = 0
         try:
-            with _submitted_work() as work:
-                code = self._execute()
-                while not self.ended and (threads := _threads_to_wait_for(others)):
-                    threads[0].join()
-                while not self.ended and (left := [one for one in work if not one.done()]):
-                    concurrent.futures.wait(left)
-        except KeyboardInterrupt:
-            if not self.ended and self.failure is None:
-                raise
+            code = self._execute()
+            for thread in {*threading.enumerate()} - others:
+                if not thread.daemon and not _is_worker(thread):
+                    thread.join()
         finally:
             sys.argv, sys.path[:] = before
         if self.failure is not None:
@@ -60,87 +56,45 @@ class Script:
         return code
 
     def _execute(self) -> int:
-        """Its main code, the code this exits with. A process that it forks ends here."""
         process, code = os.getpid(), INTERRUPTED
         try:
             if self.module:
-                runpy.run_module(self.target, run_name="__main__", alter_sys=True)
+                self._globals = runpy.run_module(self.target, run_name="__main__", alter_sys=True)
             else:
-                runpy.run_path(self.target, run_name="__main__")
+                self._globals = runpy.run_path(self.target, run_name="__main__")
             code = 0
         except SystemExit as end:
+            self._globals = end
             if end.code is not None and not isinstance(end.code, int):
                 print(end.code, file=sys.stderr)
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
         except Exception as error:
-            traceback.print_exception(error.with_traceback(self.frames(error)))
+            traceback.print_exception(error.with_traceback(_own_frames(error)))
             self.failure, code = error, 1
         finally:
-            if os.getpid() != process:
-                _end_fork(code)
+            if os.getpid() != process:  # forked by the script: the record is not this process's
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code & 0xFF)
         return code
 
-    def end(self) -> None:
+    @staticmethod
+    def end() -> None:
         """Called in the script: it exits here, as by sys.exit()."""
-        first, self.ended = not self.ended, True
-        main = threading.main_thread()
-        # The exit ends this thread; a main one that waits for it, or goes on, is interrupted: if
-        # Python handles the signal, which else would end the process with all that was recorded.
-        handled = callable(signal.getsignal(signal.SIGINT))
-        if first and handled and threading.current_thread() is not main:
-            signal.pthread_kill(main.ident or 0, signal.SIGINT)
         raise SystemExit
 
-    def frames(self, error: Exception) -> TracebackType | None:
-        """The frames of an error from the script's own first one on."""
-        frame = error.__traceback__
-        while frame and frame.tb_frame.f_globals.get("__name__") != "__main__":
-            frame = frame.tb_next
-        return frame or error.__traceback__
+
+def _own_frames(error: Exception) -> TracebackType | None:
+    """The frames of an error from the script's own first one on."""
+    frame = error.__traceback__
+    while frame and frame.tb_frame.f_globals.get("__name__") != "__main__":
+        frame = frame.tb_next
+    return frame or error.__traceback__
 
 
-def _threads_to_wait_for(others: Sequence[threading.Thread]) -> list[threading.Thread]:
-    """Those that Python would wait for at the end of the program, without `others`.
-
-    Nor workers of executors, which Python would first tell to end: their work is waited for.
-    """
-    workers = concurrent.futures.thread._threads_queues
-    return [
-        one
-        for one in threading.enumerate()
-        if not one.daemon and one not in others and one not in workers
-    ]
-
-
-def _end_fork(code: int) -> None:
-    """End a process that the script forked as Python would, but not in the profiler's code."""
-    try:
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        os._exit(code & 0xFF)
-
-
-@contextmanager
-def _submitted_work() -> Iterator[weakref.WeakSet[concurrent.futures.Future[Any]]]:
-    """What is given to executors of threads meanwhile; what is not done is held by its worker."""
-    futures: weakref.WeakSet[concurrent.futures.Future[Any]] = weakref.WeakSet()
-    executor = concurrent.futures.ThreadPoolExecutor
-    submit: Callable[..., Any] = executor.submit
-
-    @functools.wraps(submit)
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        future = submit(*args, **kwargs)
-        futures.add(future)
-        return future
-
-    executor.submit = noted  # type: ignore[method-assign]
-    try:
-        yield futures
-    finally:
-        executor.submit = submit  # type: ignore[method-assign]
+def _is_worker(thread: threading.Thread) -> bool:
+    """The thread serves an executor, and may wait for work until that is shut down."""
+    return thread in concurrent.futures.thread._threads_queues
 
 
 def _is_module(name: str) -> bool:

@@ -18,10 +18,10 @@ from attnscope.bench.command import SHAPE
 from attnscope.bench.workloads import DTYPE_SHORT, Workload
 from attnscope.common.console import say
 from attnscope.common.options import bad_input, make_folder, pick_device, split
-from attnscope.profile.api import write_all
 from attnscope.profile.errors import ProfileError
 from attnscope.profile.record.attached import attached_tool
 from attnscope.profile.record.session import annotate, profile, synchronize
+from attnscope.profile.render.formats import write_all
 from attnscope.ranges import DOMAIN, MEASURE, WARMUP
 from attnscope.studies.outputs import bad_output
 
@@ -138,7 +138,7 @@ def _failures() -> Iterator[None]:
         raise
     except (RuntimeError, MemoryError) as error:
         said = str(error) if isinstance(error, ProfileError) else explain(error)
-        say(f"{COMMAND}: {said}", "red")
+        say(f"{COMMAND}: {said}", "red", stderr=True)
         raise typer.Exit(1) from None
 
 

@@ -61,7 +61,7 @@ def bad_output(command: str, folder: Path) -> Iterator[None]:
     except OSError as error:
         # A rename names the temporary file first; a full disk names none.
         name = error.filename2 or error.filename or folder
-        say(f"{command}: output: {name}: {error.strerror or error}", "red")
+        say(f"{command}: output: {name}: {error.strerror or error}", "red", stderr=True)
         raise typer.Exit(2) from None
 
 
@@ -83,7 +83,7 @@ def finish(command: str, report: Callable[[], Document], stem: Path) -> None:
     try:
         document = report()
     except (ProfileError, ValueError) as error:
-        say(f"{command}: {error}", "red")
+        say(f"{command}: {error}", "red", stderr=True)
         raise typer.Exit(1) from None
     document.print()
     with bad_output(command, stem.parent):

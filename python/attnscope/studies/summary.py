@@ -8,6 +8,7 @@ from typing import Any
 
 from attnscope.profile.analysis.flops import FlopCounts
 from attnscope.profile.analysis.kernel_names import category, short_name, uses_tensor_cores
+from attnscope.profile.analysis.result import Result
 from attnscope.profile.attribution.owners import Attribution, busy_ns
 from attnscope.profile.trace.events import CpuEvent, GpuEvent
 from attnscope.studies.parts import CORE, PARTS, PHASES
@@ -18,7 +19,7 @@ from attnscope.studies.records import OUTSIDE, Record
 SOFTMAX_OPS = {"aten::_softmax": 5, "aten::_softmax_backward_data": 4}
 
 
-def summarise(attribution: Attribution) -> Record:
+def summarise(profile: Result) -> Record:
     """The GPU side of one profiled step, times in microseconds.
 
     total_us, owned: kernel time, and the share that ops own. phases: of each, wall_us (the range
@@ -27,10 +28,7 @@ def summarise(attribution: Attribution) -> Record:
     in one row. flops: rows of phase, part, flops (None with a reason). softmax_flops: by phase, in
     the attention core. efficiency, findings: see those modules.
     """
-    from attnscope.profile.analysis.efficiency import efficiency
-    from attnscope.profile.analysis.findings import detect
-
-    trace = attribution.trace
+    attribution, trace = profile.attribution, profile.trace
     if not trace.kernels:
         raise ValueError("trace: no kernel ran")
     calls: Counter[tuple[Any, ...]] = Counter()
@@ -41,7 +39,7 @@ def summarise(attribution: Attribution) -> Record:
         calls[key] += 1
         times[key] += kernel.duration
     columns = ("phase", "part", "kernel", "category", "tensor_cores")
-    found = efficiency(attribution)
+    found = profile.efficiency()
     return {
         "total_us": attribution.total_ns / 1e3,
         "owned": attribution.share,
@@ -50,12 +48,12 @@ def summarise(attribution: Attribution) -> Record:
             dict(zip(columns, key, strict=True)) | {"calls": calls[key], "total_us": time / 1e3}
             for key, time in times.most_common()
         ],
-        **_flops(attribution),
+        **_flops(attribution, profile.flop_counts),
         "efficiency": {
             "gpu_utilisation": found.gpu_utilisation,
             "tensor_core_time_share": found.tensor_core_time_share,
         },
-        "findings": [{"kind": one.kind, "title": one.title} for one in detect(attribution)],
+        "findings": [{"kind": one.kind, "title": one.title} for one in profile.findings()],
     }
 
 
@@ -102,8 +100,7 @@ def _phases(attribution: Attribution) -> dict[str, Record]:
     return found
 
 
-def _flops(attribution: Attribution) -> Record:
-    counts = FlopCounts(attribution)
+def _flops(attribution: Attribution, counts: FlopCounts) -> Record:
     flops: Counter[tuple[str, str]] = Counter()
     softmax: Counter[str] = Counter()
     missed = {place(attribution, kernel): reason for kernel, reason in counts.uncounted}

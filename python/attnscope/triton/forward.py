@@ -275,11 +275,14 @@ def _strides(t: Tensor) -> tuple[int, int, int]:
 
 def _score_scales(scale: float, softcap: float) -> tuple[str, float, float, float]:
     """(SCORES, inner_scale, cap, outer_scale) of the kernel, with base-2 exponents folded in."""
+    if softcap >= 256:  # as kWideCap in csrc/attn/score_scales.h
+        return "capped wide", scale, softcap, _LOG2E
     if softcap > 0:
         return "capped", 2 * _LOG2E * scale / softcap, softcap * _LOG2E, 1.0
     if scale > 0:
         return "raw", 1.0, 0.0, scale * _LOG2E
-    return "scaled", scale * _LOG2E, 0.0, 1.0  # the maximum is not that of q k
+    sign = -1.0 if scale < 0 else 0.0 * scale  # the maximum is not that of q k
+    return "scaled", sign, 0.0, -scale * _LOG2E if scale < 0 else 1.0
 
 
 def _fake(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor]:

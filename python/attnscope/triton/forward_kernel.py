@@ -5,6 +5,8 @@ Problem   out = softmax(mask(cap(q k^T scale))) v and its lse, dense or packed, 
 Work      one program a tile of BLOCK_M query rows of one head; all programs lie on grid axis x.
 Loop      key blocks left to right: masked ones where a window begins, whole ones, masked ones where
           the mask or the sequence ends. Online softmax in base 2, fp32 sums, P in v's dtype.
+Care      a tile whose result is not finite, or whose row maximum is giant, is computed again by a
+          slower loop: see CAREFUL in _attend. Ordinary tiles pay one reduction at the end.
 Addresses 64 bit. Strides come in units of 8 elements: multiplied by 8 here, the compiler knows that
           rows are aligned and loads 16 bytes at a time.
 Names     i_ program ids, o_ offsets, p_ pointers, b_ blocks in registers.
@@ -34,22 +36,60 @@ def _sequence(cu_seqlens, i_b, max_seqlen, total, PACKED: tl.constexpr):
 
 
 @triton.jit
+def _cap_wide(b_s, cap):
+    """cap * tanh(s / cap) of a cap so wide that cap - 2 cap / (e^2x + 1) would cancel."""
+    b_x = b_s / cap
+    b_z = b_x * b_x
+    b_p = ((1.725699421e-2 * b_z - 5.305295209e-2) * b_z + 1.332598732e-1) * b_z - 3.333314838e-1
+    b_large = cap * (1 - 2 / (tl.exp2(b_x * 2.885390082) + 1))
+    return tl.where(tl.abs(b_x) < 0.5, b_s + b_s * b_z * b_p, b_large)
+
+
+@triton.jit
+def _add_nonfinite(
+    b_o, p_v, v_row, o_row, o_dv, start, key_begin, key_end, left, right,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Add the NaN and infinities of a block of values to the rows that see their keys.
+
+    The weight is left out: it is above 0, and p * inf = inf.
+    """
+    for key in tl.range(start, start + BLOCK_N, num_stages=1):
+        o_key = key + tl.zeros_like(o_dv)
+        in_range = (o_dv < DV) & (o_key >= key_begin) & (o_key < key_end)
+        b_row = tl.load(p_v + key * v_row + o_dv, mask=in_range, other=0.0).to(tl.float32)
+        b_row = tl.where(tl.abs(b_row) < float("inf"), 0.0, b_row)
+        seen = o_row == o_row
+        if HAS_LEFT:
+            seen = seen & (key >= o_row - left)
+        if HAS_RIGHT:
+            seen = seen & (key <= o_row + right)
+        b_o += tl.where(seen[:, None], b_row[None, :], 0.0)
+    return b_o
+
+
+@triton.jit
 def _attend(
     b_o, b_m, b_l, b_q, p_k, p_v, k_row, v_row, o_row, begin, end, key_begin, key_end,
     left, right, inner_scale, cap, outer_scale,
-    MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORES: tl.constexpr,
+    MASKED: tl.constexpr, CAREFUL: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SCORES: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Take the key blocks in [begin, end) into (out, max, sum).
 
     MASKED blocks may reach outside [key_begin, key_end), the keys that the tile's rows see. Those
-    are read as 0: with 0 * NaN in P V a stranger's NaN would come in.
+    are read as 0: 0 * NaN in P V would be NaN. CAREFUL (with MASKED): `max` is in units of the
+    scores, which are scaled after the maximum is subtracted, so that rounding a giant maximum does
+    no harm; and NaN and infinity in V reach only the rows that see their key.
     """
+    STAGES: tl.constexpr = 1 if CAREFUL else None
+    p_values = p_v
     o_n, o_d, o_dv = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     p_k += (begin + o_n)[None, :].to(tl.int64) * k_row + o_d[:, None]  # [BLOCK_D, BLOCK_N]
     p_v += (begin + o_n)[:, None].to(tl.int64) * v_row + o_dv[None, :]  # [BLOCK_N, BLOCK_DV]
-    for start in tl.range(begin, end, BLOCK_N):
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         o_key = start + o_n
         if MASKED:
             in_range = (o_key >= key_begin) & (o_key < key_end)
@@ -63,6 +103,8 @@ def _attend(
             b_s *= inner_scale
         if SCORES == "capped":  # tanh(x) = 1 - 2 / (e^2x + 1), right at both infinities
             b_s = cap - 2 * cap / (tl.exp2(b_s) + 1)
+        if SCORES == "capped wide":
+            b_s = _cap_wide(b_s, cap)
         if MASKED:
             visible = in_range[None, :]
             if HAS_LEFT:
@@ -70,11 +112,15 @@ def _attend(
             if HAS_RIGHT:
                 visible = visible & (o_key[None, :] <= (o_row + right)[:, None])
             b_s = tl.where(visible, b_s, float("-inf"))
-        b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * outer_scale)
+        b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * (1.0 if CAREFUL else outer_scale))
         # Of a row that has seen no key, any finite maximum makes the exponentials 0.
         b_m_safe = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)
-        b_p = tl.exp2(b_s * outer_scale - b_m_safe[:, None])
-        b_rescale = tl.exp2(b_m - b_m_safe)
+        if CAREFUL:
+            b_p = tl.exp2((b_s - b_m_safe[:, None]) * outer_scale)
+            b_rescale = tl.exp2((b_m - b_m_safe) * outer_scale)
+        else:
+            b_p = tl.exp2(b_s * outer_scale - b_m_safe[:, None])
+            b_rescale = tl.exp2(b_m - b_m_safe)
         b_l = b_l * b_rescale + tl.sum(b_p, 1)
         b_o = b_o * b_rescale[:, None]
         if MASKED:
@@ -83,7 +129,16 @@ def _attend(
             b_v = tl.load(p_v)
         else:
             b_v = tl.load(p_v, mask=o_dv[None, :] < DV, other=0.0)
-        b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision="ieee")
+        if CAREFUL:
+            finite = tl.abs(b_v.to(tl.float32)) < float("inf")
+            b_o = tl.dot(b_p.to(b_v.dtype), tl.where(finite, b_v, 0.0), b_o, input_precision="ieee")
+            if tl.max(tl.max(tl.where(finite, 0, 1), 1), 0) > 0:
+                b_o = _add_nonfinite(
+                    b_o, p_values, v_row, o_row, o_dv, start, key_begin, key_end, left, right,
+                    HAS_LEFT, HAS_RIGHT, DV, BLOCK_N,
+                )  # fmt: skip
+        else:
+            b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision="ieee")
         b_m = b_m_new
         p_k += BLOCK_N * k_row
         p_v += BLOCK_N * v_row
@@ -117,9 +172,9 @@ def forward_kernel(
 ):  # fmt: skip
     """out [.., heads_q, DV] and lse [B, heads_q, Sq] ([heads_q, Tq] packed) are contiguous.
 
-    SCORES: "raw", s is q k and the exponent s * outer_scale (a positive scale folded into it);
-    "scaled", s is q k * inner_scale; "capped", s is cap * tanh of half of ln 2 q k * inner_scale.
-    The exponents' base is 2; outer_scale is 1 in the latter two.
+    SCORES: "raw", s is q k; "scaled", q k * inner_scale, which is -1 or 0; "capped",
+    cap * tanh(x) with q k * inner_scale = 2 log2(e) x; "capped wide", cap * tanh(x) with
+    q k * inner_scale = cap * x. The exponent is s * outer_scale, its base 2.
     """
     # torch.compile passes Python floats as fp64.
     inner_scale = tl.full((), inner_scale, tl.float32)
@@ -169,18 +224,32 @@ def forward_kernel(
         b_o, b_m, b_l = _attend(
             b_o, b_m, b_l, b_q, p_k, p_v, k_row, v_row, o_row, begin, whole_begin,
             key_begin, key_end, left, right, inner_scale, cap, outer_scale,
-            True, HAS_LEFT, HAS_RIGHT, SCORES, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV,
+            True, False, HAS_LEFT, HAS_RIGHT, SCORES, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
     b_o, b_m, b_l = _attend(
         b_o, b_m, b_l, b_q, p_k, p_v, k_row, v_row, o_row, whole_begin, whole_end,
         key_begin, key_end, left, right, inner_scale, cap, outer_scale,
-        False, HAS_LEFT, HAS_RIGHT, SCORES, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV,
+        False, False, HAS_LEFT, HAS_RIGHT, SCORES, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV,
     )  # fmt: skip
     b_o, b_m, b_l = _attend(
         b_o, b_m, b_l, b_q, p_k, p_v, k_row, v_row, o_row, whole_end, key_end,
         key_begin, key_end, left, right, inner_scale, cap, outer_scale,
-        True, HAS_LEFT, HAS_RIGHT, SCORES, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV,
+        True, False, HAS_LEFT, HAS_RIGHT, SCORES, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV,
     )  # fmt: skip
+
+    # A giant maximum, or NaN and infinity that a row may have got from keys it does not see.
+    doubtful = (tl.abs(b_m) >= 1048576.0) & (tl.abs(b_m) < float("inf"))
+    if HAS_LEFT or HAS_RIGHT:
+        doubtful = doubtful | (tl.sum(b_o * 0.0, 1) != 0.0)
+    if tl.max(tl.where(doubtful, 1, 0), 0) > 0:
+        b_q = tl.load(p_q, mask=(o_q[:, None] < len_q) & (o_d[None, :] < D), other=0.0)
+        b_o, b_m, b_l = _attend(
+            tl.zeros_like(b_o), tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros_like(b_l),
+            b_q, p_k, p_v, k_row, v_row, o_row, begin, key_end,
+            key_begin, key_end, left, right, inner_scale, cap, outer_scale,
+            True, True, HAS_LEFT, HAS_RIGHT, SCORES, D, DV, 16, BLOCK_D, BLOCK_DV,
+        )  # fmt: skip
+        b_m *= outer_scale
 
     dead = b_l == 0.0
     b_o = b_o / tl.where(dead, 1.0, b_l)[:, None]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 # Reasons that do not disturb a measurement: nothing ran, or the clock is where it was set to be.
 _HARMLESS = ("GpuIdle", "ApplicationsClocksSetting", "UserDefinedClocks", "DisplayClockSetting")
@@ -21,6 +22,7 @@ class Nvml:
             return
         try:
             import pynvml
+            import torch
 
             pynvml.nvmlInit()
             uuid = str(torch.cuda.get_device_properties(device).uuid)

@@ -66,22 +66,7 @@ class Finding:
     advice: str
 
 
-def detect(attribution: Attribution) -> list[Finding]:
-    """All findings of a trace, by detector; an empty list where nothing passes a threshold."""
-    if not attribution.trace.kernels:
-        return []
-    counts = FlopCounts(attribution)
-    found = (
-        _synchronisations(attribution),
-        _starvation(attribution),
-        _unfused_attention(attribution, counts),
-        _fp32_products(attribution, counts),
-        _tiny_grids(attribution),
-    )
-    return [finding for finding in found if finding is not None]
-
-
-def _synchronisations(attribution: Attribution) -> Finding | None:
+def _synchronisations(attribution: Attribution, counts: FlopCounts) -> Finding | None:
     """Waits of the host after which it launched more: what it waited for could have overlapped."""
     trace = attribution.trace
     start, end = program_window(trace)
@@ -143,7 +128,7 @@ def _idle_after(work: Sequence[GpuEvent]) -> Callable[[int], int]:
     return idle
 
 
-def _starvation(attribution: Attribution) -> Finding | None:
+def _starvation(attribution: Attribution, counts: FlopCounts) -> Finding | None:
     """Gaps in which the GPU had nothing to do because the next launch had not been made yet.
 
     Of a gap, only the part before the launch call of the work that ended it counts, less what the
@@ -324,7 +309,7 @@ def _is_fp32_symbol(symbol: str) -> bool:
     return any(mark in symbol for mark in marks)
 
 
-def _tiny_grids(attribution: Attribution) -> Finding | None:
+def _tiny_grids(attribution: Attribution, counts: FlopCounts) -> Finding | None:
     """Kernels whose blocks fill less than half of the SMs, alone on the GPU or not."""
     trace = attribution.trace
     sms = {d["id"]: d["numSms"] for d in trace.devices if "numSms" in d}
@@ -356,3 +341,26 @@ def _tiny_grids(attribution: Attribution) -> Finding | None:
         "Give it more parallel work (batch, heads, split of keys or of the inner dimension), or "
         "run independent work on another stream beside it.",
     )
+
+
+# In the order in which findings are shown. A new detector is a line here.
+Detector = Callable[[Attribution, FlopCounts], Finding | None]
+DETECTORS: list[Detector] = [
+    _synchronisations,
+    _starvation,
+    _unfused_attention,
+    _fp32_products,
+    _tiny_grids,
+]
+
+
+def detect(attribution: Attribution, counts: FlopCounts | None = None) -> list[Finding]:
+    """The findings of DETECTORS in a trace; an empty list where nothing passes a threshold.
+
+    `counts` are the FLOPs of the attribution's ops, counted here where they are not given.
+    """
+    if not attribution.trace.kernels:
+        return []
+    counts = counts or FlopCounts(attribution)
+    findings = (detector(attribution, counts) for detector in DETECTORS)
+    return [finding for finding in findings if finding is not None]

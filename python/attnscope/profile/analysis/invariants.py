@@ -17,60 +17,70 @@ from attnscope.profile.analysis.efficiency import FIGURES, Efficiency
 from attnscope.profile.analysis.steps import PARTS, program_window
 from attnscope.profile.attribution.owners import Attribution, busy_ns
 from attnscope.profile.errors import ProfileError
-from attnscope.profile.trace.events import CpuEvent, GpuEvent
+from attnscope.profile.trace.events import CpuEvent, GpuEvent, Trace
 
 SLACK_US = 0.002  # floats that hold nanoseconds, and their sums
 SHARES = ("gpu_share", "share", "mfu", "mfu_at_clock")
 SLACK_SHARE = 1e-9
 
 
-def check_tables(
-    attribution: Attribution,
-    operators: pandas.DataFrame,
-    kernels: pandas.DataFrame,
-    stages: pandas.DataFrame,
-) -> None:
-    """Raises ProfileError for operators, kernels or stages that cannot be true.
+def check_operators(attribution: Attribution, table: pandas.DataFrame) -> None:
+    """Raises ProfileError for operators that cannot be true.
 
-    Parts and wholes, beside the sums: self time, the time of an op or a stage, all kernels; the
-    shortest, mean and longest kernel; busy time, span; a stage and the stages inside it; CPU time
-    and wall time of a call, the whole trace.
+    Self time sums to all kernels. Self time and the mean are at most the op's time; that, its
+    backward and its copies are at most those of the trace; CPU time is within the trace.
     """
     trace, total = attribution.trace, attribution.total_ns / 1e3
-    events: list[CpuEvent | GpuEvent] = [*trace.cpu, *trace.gpu]
-    window = (max(e.end for e in events) - min(e.start for e in events)) / 1e3 if events else 0.0
-    count, whole = len(trace.kernels), (total, "all kernels")
-    _sum("operators", operators, "self_gpu_us", total)
-    _sum("kernels", kernels, "total_us", total)
-    if len(stages):
-        _sum("stages", stages, "gpu_self_us", total)
-    for name, table, part, limit in (
-        ("operators", operators, "self_gpu_us", "gpu_us"),
-        ("operators", operators, "self_cpu_us", "cpu_us"),
-        ("operators", operators, "gpu_mean_us", "gpu_us"),
-        ("kernels", kernels, "min_us", "mean_us"),
-        ("kernels", kernels, "mean_us", "max_us"),
-        ("kernels", kernels, "max_us", "total_us"),
-        ("stages", stages, "gpu_self_us", "gpu_us"),
-        ("stages", stages, "gpu_busy_us", "gpu_span_us"),
-        ("stages", stages, "idle_us", "gpu_span_us"),
+    _sum("operators", table, "self_gpu_us", total)
+    for part, limit in (
+        ("self_gpu_us", "gpu_us"),
+        ("self_cpu_us", "cpu_us"),
+        ("gpu_mean_us", "gpu_us"),
     ):
-        _at_most(name, table, part, table[limit], limit)
+        _at_most("operators", table, part, table[limit], limit)
     for part in ("gpu_us", "backward_gpu_us"):
-        _at_most("operators", operators, part, *whole)
-    _at_most("operators", operators, "copy_us", _us(trace.copies), "all copies")
-    _at_most("operators", operators, "cpu_us", operators["calls"] * window, "the whole trace")
-    _at_most("stages", stages, "gpu_us", *whole)
-    _at_most("stages", stages, "gpu_busy_us", busy_ns(trace.gpu) / 1e3, "all GPU work")
-    _at_most("stages", stages, "wall_us", stages["calls"] * window, "the whole trace")
-    for name, table in (("operators", operators), ("stages", stages)):
-        _at_most(name, table, "kernels", count, "all kernels")
-    for name, table in (("operators", operators), ("kernels", kernels), ("stages", stages)):
-        _possible(name, table)
-    _sum("kernels", kernels, "calls", count)
-    _share_of("operators", operators, "gpu_share", "gpu_us", total)
-    _share_of("kernels", kernels, "share", "total_us", total)
-    _nested("stages", stages, "gpu_self_us", _crossing(attribution))
+        _at_most("operators", table, part, total, "all kernels")
+    _at_most("operators", table, "copy_us", _us(trace.copies), "all copies")
+    _at_most("operators", table, "cpu_us", table["calls"] * _span_us(trace), "the whole trace")
+    _at_most("operators", table, "kernels", len(trace.kernels), "all kernels")
+    _possible("operators", table)
+    _share_of("operators", table, "gpu_share", "gpu_us", total)
+
+
+def check_kernels(attribution: Attribution, table: pandas.DataFrame) -> None:
+    """Raises ProfileError for kernels that cannot be true: their sums are those of the trace, and
+    the shortest, the mean, the longest and all of a symbol stand in this order."""
+    total = attribution.total_ns / 1e3
+    _sum("kernels", table, "total_us", total)
+    for part, limit in (("min_us", "mean_us"), ("mean_us", "max_us"), ("max_us", "total_us")):
+        _at_most("kernels", table, part, table[limit], limit)
+    _possible("kernels", table)
+    _sum("kernels", table, "calls", len(attribution.trace.kernels))
+    _share_of("kernels", table, "share", "total_us", total)
+
+
+def check_stages(attribution: Attribution, table: pandas.DataFrame) -> None:
+    """Raises ProfileError for stages that cannot be true.
+
+    Own time sums to all kernels; own time is at most the stage's, busy and idle time at most the
+    span; all are at most those of the trace; what is inside a stage is at most the stage.
+    """
+    if not len(table):
+        return
+    trace, total = attribution.trace, attribution.total_ns / 1e3
+    _sum("stages", table, "gpu_self_us", total)
+    for part, limit in (
+        ("gpu_self_us", "gpu_us"),
+        ("gpu_busy_us", "gpu_span_us"),
+        ("idle_us", "gpu_span_us"),
+    ):
+        _at_most("stages", table, part, table[limit], limit)
+    _at_most("stages", table, "gpu_us", total, "all kernels")
+    _at_most("stages", table, "gpu_busy_us", busy_ns(trace.gpu) / 1e3, "all GPU work")
+    _at_most("stages", table, "wall_us", table["calls"] * _span_us(trace), "the whole trace")
+    _at_most("stages", table, "kernels", len(trace.kernels), "all kernels")
+    _possible("stages", table)
+    _nested("stages", table, "gpu_self_us", _crossing(attribution))
 
 
 def check_copies(attribution: Attribution, table: pandas.DataFrame) -> None:
@@ -147,6 +157,12 @@ def check_figures(found: Efficiency) -> None:
         value = getattr(found, name)
         if value is not None and not -SLACK_SHARE <= value <= 1 + SLACK_SHARE:
             raise ProfileError(f"efficiency: {name} is {value:.2%}, which no share can be")
+
+
+def _span_us(trace: Trace) -> float:
+    """From the first event to the end of the last."""
+    events: list[CpuEvent | GpuEvent] = [*trace.cpu, *trace.gpu]
+    return (max(e.end for e in events) - min(e.start for e in events)) / 1e3 if events else 0.0
 
 
 def _us(events: Iterable[GpuEvent]) -> float:

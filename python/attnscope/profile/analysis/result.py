@@ -1,99 +1,74 @@
-"""`Result`: what was recorded of a region, and every table of it."""
+"""`Result`: what was recorded of a region, and every table of it. Nothing in it changes."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas
 
-from attnscope.profile.analysis.invariants import (
-    check_copies,
-    check_figures,
-    check_lines,
-    check_links,
-    check_memory,
-    check_modules,
-    check_steps,
-    check_tables,
-)
-from attnscope.profile.analysis.tables import (
-    copies_table,
-    kernel_table,
-    memory_table,
-    module_table,
-    operator_table,
-    stage_table,
-)
+from attnscope.profile.analysis.catalog import TABLES
+from attnscope.profile.analysis.efficiency import Efficiency, efficiency
+from attnscope.profile.analysis.findings import Finding, detect
+from attnscope.profile.analysis.flops import FlopCounts, trace_device
+from attnscope.profile.analysis.invariants import check_figures
 from attnscope.profile.attribution.audit import Audit, audit
 from attnscope.profile.attribution.owners import Attribution
 from attnscope.profile.errors import ProfileError
 from attnscope.profile.trace.events import Trace
-from attnscope.profile.trace.reader import read_trace
 
 if TYPE_CHECKING:
-    from attnscope.profile.analysis.efficiency import Efficiency
-    from attnscope.profile.analysis.findings import Finding
-    from attnscope.profile.analysis.flops import FlopCounts
+    from attnscope.common.hardware.devices import Device
 
-NOT_TWICE = "the region ran once; a decorated function with warmup >= 2 is timed without it"
+NOT_TWICE = "it ran once; a decorated function with warmup >= 2 also runs without the profiler"
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Result:
-    """What was recorded of one region. Filled when the region ends.
+    """One recorded region. Each table is made, and checked, when it is first asked for.
 
     Attributes:
         name: as given to `profile`.
-        trace, attribution, audit: the events, their owners, and what is missing.
-        source: the chrome trace as PyTorch wrote it; removed with this object unless it was read.
-        wall_s: wall time of the region with the profiler on, devices synchronised at both ends;
-            None for a trace that was read.
+        source: the chrome trace as PyTorch wrote it.
+        trace: its events.
+        wall_s: seconds that the region took with the profiler on, devices synchronised at both
+            ends; None for a trace that was read.
         unprofiled_wall_s, unprofiled_reason: of the same call without the profiler, or why not.
         sm_clock_mhz, sm_clock_reason: of the current device right after the region, or why not.
-        interrupted: the exception that ended the region, as text; what ran before it is here.
-        kineto, kineto_reason: rows of `key_averages()`, or why there are none.
+        interrupted: what ended the region early, as text; what ran before it is here.
+        keeps: what must live as long as this object, such as the folder of `source`.
     """
 
-    trace: Trace
+    name: str
     source: Path
-    attribution: Attribution
-    audit: Audit
+    trace: Trace
+    wall_s: float | None = None
+    unprofiled_wall_s: float | None = None
+    unprofiled_reason: str | None = NOT_TWICE
+    sm_clock_mhz: float | None = None
+    sm_clock_reason: str | None = None
+    interrupted: str | None = None
+    keeps: Any = field(default=None, repr=False)
+    _made: dict[str, pandas.DataFrame] = field(default_factory=dict, init=False, repr=False)
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.wall_s: float | None = None
-        self.unprofiled_wall_s: float | None = None
-        self.unprofiled_reason: str | None = NOT_TWICE
-        self.sm_clock_mhz: float | None = None
-        self.sm_clock_reason: str | None = None
-        self.interrupted: str | None = None
-        self.kineto: list[dict[str, Any]] | None = None
-        self.kineto_reason = "the rows of key_averages() were not kept; kineto=True does"
+    # What is there
 
-    def __getattr__(self, name: str) -> Any:
-        if name in Result.__annotations__:
-            if self.interrupted:
-                raise ProfileError(f"nothing is recorded: {self.interrupted}")
-            raise ProfileError(f"{name}: the region has not ended yet, nothing is recorded")
-        raise AttributeError(name)
+    @cached_property
+    def attribution(self) -> Attribution:
+        """The owners of GPU work."""
+        return Attribution(self.trace)
 
-    def fill(self, source: Path) -> None:
-        """Take the events of a chrome trace."""
-        self.source = source
-        self.trace = read_trace(source)
-        self.attribution = Attribution(self.trace)
-        self.audit = audit(self.trace)
+    @cached_property
+    def audit(self) -> Audit:
+        """What is missing."""
+        return audit(self.trace)
 
     @property
     def incomplete(self) -> str | None:
         """What is known to be missing, None when nothing is."""
         return self.audit.problem
-
-    @property
-    def filled(self) -> bool:
-        """The record is here, and was read to its end."""
-        return "audit" in self.__dict__
 
     @property
     def empty(self) -> bool:
@@ -107,120 +82,89 @@ class Result:
 
     @cached_property
     def flop_counts(self) -> FlopCounts:
-        from attnscope.profile.analysis.flops import FlopCounts
-
+        """FLOPs of the ops, by their shapes."""
         return FlopCounts(self.attribution)
 
     @cached_property
-    def device_and_reason(self) -> tuple[Any, str | None]:
-        from attnscope.profile.analysis.flops import trace_device
-
+    def _device_and_reason(self) -> tuple[Device | None, str | None]:
         return trace_device(self.trace)
 
     @property
-    def device(self) -> Any:
-        """The card as bench.devices.Device, None where it is not known."""
-        return self.device_and_reason[0]
+    def device(self) -> Device | None:
+        """The card, None where it is not known."""
+        return self._device_and_reason[0]
 
     @property
     def device_reason(self) -> str | None:
-        return self.device_and_reason[1]
+        """Why the card is not known."""
+        return self._device_and_reason[1]
 
-    @cached_property
-    def _tables(self) -> dict[str, pandas.DataFrame]:
-        owners, counts = self.attribution, self.flop_counts
-        card = (*self.device_and_reason, self.sm_clock_mhz)
-        operators = operator_table(owners, counts, *card)
-        kernels = kernel_table(owners)
-        stages = stage_table(owners, counts, *card)
-        check_tables(owners, operators, kernels, stages)
-        return {"operators": operators, "kernels": kernels, "stages": stages}
+    # Tables
+
+    def table(self, name: str) -> pandas.DataFrame:
+        """A table of `catalog.TABLES`. Raises ProfileError for one that contradicts the trace."""
+        if name not in self._made:
+            kind = TABLES[name]
+            made = kind.make(self)
+            kind.check(self.attribution, made)
+            self._made[name] = made
+        return self._made[name].copy()
 
     def operators(self) -> pandas.DataFrame:
-        """See tables.operator_table. Raises ProfileError for tables that cannot be true."""
-        return self._tables["operators"].copy()
+        """See tables.operator_table. Raises ProfileError as `table`; so do those below."""
+        return self.table("operators")
 
     def kernels(self) -> pandas.DataFrame:
-        """See tables.kernel_table. Raises ProfileError as `operators`."""
-        return self._tables["kernels"].copy()
+        """See tables.kernel_table."""
+        return self.table("kernels")
 
     def stages(self) -> pandas.DataFrame:
-        """See tables.stage_table. Raises ProfileError as `operators`."""
-        return self._tables["stages"].copy()
+        """See tables.stage_table."""
+        return self.table("stages")
 
     def copies(self) -> pandas.DataFrame:
-        """See tables.copies_table. Raises ProfileError as `operators`; so do those below."""
-        table = copies_table(self.attribution)
-        check_copies(self.attribution, table)
-        return table
+        """See tables.copies_table."""
+        return self.table("copies")
 
     def modules(self) -> pandas.DataFrame:
         """See tables.module_table; empty unless `stacks` was on."""
-        table = module_table(self.attribution)
-        check_modules(self.attribution, table)
-        return table
+        return self.table("modules")
 
     def memory(self) -> pandas.DataFrame:
         """See tables.memory_table; empty unless `memory` was on."""
-        table = memory_table(self.attribution)
-        check_memory(self.attribution, table)
-        return table
+        return self.table("memory")
 
     def links(self) -> pandas.DataFrame:
         """See links.kernel_links: kernel, launch, op, line, of each piece of GPU work."""
-        return self._links.copy()
-
-    @cached_property
-    def _links(self) -> pandas.DataFrame:
-        from attnscope.profile.analysis.links import kernel_links
-
-        table = kernel_links(self.attribution)
-        check_links(self.attribution, table)
-        return table
+        return self.table("links")
 
     def lines(self) -> pandas.DataFrame:
         """See links.line_table; empty unless `stacks` was on."""
-        from attnscope.profile.analysis.links import COLUMNS, line_table
-
-        if not any(event.kind == "python" for event in self.trace.cpu):
-            return line_table(pandas.DataFrame(columns=COLUMNS))
-        table = line_table(self._links)
-        check_lines(self.attribution, table)
-        return table
+        return self.table("lines")
 
     def steps(self) -> pandas.DataFrame:
-        """See breakdown.step_breakdown."""
-        return self._steps.copy()
+        """See steps.step_breakdown; empty where no op was recorded."""
+        return self.table("steps")
+
+    # Figures and findings
 
     @cached_property
-    def _steps(self) -> pandas.DataFrame:
-        from attnscope.profile.analysis.steps import step_breakdown
-
-        table = step_breakdown(self.attribution)
-        check_steps(self.attribution, table)
-        return table
+    def _efficiency(self) -> Efficiency:
+        figures = efficiency(self.attribution)
+        check_figures(figures)
+        return figures
 
     def efficiency(self) -> Efficiency:
         """See efficiency.efficiency."""
-        from attnscope.profile.analysis.efficiency import efficiency
+        return self._efficiency
 
-        found = efficiency(self.attribution)
-        check_figures(found)
-        return found
+    @cached_property
+    def _findings(self) -> tuple[Finding, ...]:
+        return tuple(detect(self.attribution, self.flop_counts))
 
     def findings(self) -> list[Finding]:
-        """See detect.detect."""
-        from attnscope.profile.analysis.findings import detect
-
-        return detect(self.attribution)
-
-    def kineto_comparison(self) -> pandas.DataFrame:
-        """See kineto.comparison. Raises ProfileError where there are no rows, with the reason."""
-        from attnscope.profile.analysis.kineto import comparison
-
-        if self.kineto is None:
-            raise ProfileError(f"kineto: {self.kineto_reason}")
-        return comparison(self.attribution, self.kineto)
+        """See findings.detect."""
+        return list(self._findings)
 
     def expect(self, name: str, launches: int) -> None:
         """Check that kernels of an op or kernel ran as often as they must have.

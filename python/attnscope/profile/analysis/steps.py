@@ -29,15 +29,11 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class Step:
-    """A named part of the program, [start, end) in nanoseconds of the trace.
-
-    `whole`: it is not one that the program, or its record, ended in.
-    """
+    """A named part of the program, [start, end) in nanoseconds of the trace."""
 
     name: str
     start: int
     end: int
-    whole: bool = True
 
 
 def program_window(trace: Trace) -> Interval:
@@ -107,18 +103,13 @@ def find_steps(attribution: Attribution) -> tuple[list[Step], str]:
 
 
 def _optimizer_steps(trace: Trace, end: int) -> list[Step]:
-    """From mark to mark; what follows the last one is a step only if something begins there."""
-    until = end if trace.steps_end is None else trace.steps_end
-    times = [at for _, at in trace.steps] + [until]
-    found = [
+    """From mark to mark; what follows the last whole step is of none, unless there is no other."""
+    times = [at for _, at in trace.steps] + [trace.steps_end or end]
+    steps = [
         Step(f"step {number}", *span)
         for (number, _), span in zip(trace.steps, pairwise(times), strict=True)
     ]
-    if trace.steps_end is None:
-        last = found.pop()
-        if not found or any(e.start >= last.start for e in trace.cpu):
-            found.append(replace(last, name=f"{last.name}, unfinished", whole=False))
-    return found
+    return steps if trace.steps_end is not None or len(steps) == 1 else steps[:-1]
 
 
 def step_breakdown(attribution: Attribution) -> pandas.DataFrame:
@@ -148,10 +139,10 @@ def step_breakdown(attribution: Attribution) -> pandas.DataFrame:
     table.attrs["setup_us"] = None
     if later:
         table.attrs["setup_reason"] = "the program's first step was not recorded"
-    elif len(walls := [step.end - step.start for step in steps if step.whole]) > 1:
+    elif len(walls := [step.end - step.start for step in steps]) > 1:
         table.attrs["setup_us"] = (walls[0] - median(walls[1:])) / 1e3
     else:
-        table.attrs["setup_reason"] = f"there is {'one' if walls else 'no whole'} step only"
+        table.attrs["setup_reason"] = "there is one step only"
     return table
 
 

@@ -255,6 +255,19 @@ def memory_table(attribution: Attribution) -> pandas.DataFrame:
     return table.sort_values("allocated_bytes", ascending=False, ignore_index=True)
 
 
+def allocation_table(attribution: Attribution) -> pandas.DataFrame:
+    """Each allocation and release in order: time_us, op, device ("cpu" or "cuda:N"), bytes (less
+    than 0 for a release), allocated_bytes and reserved_bytes (in all, after it)."""
+    rows = []
+    for one in attribution.trace.memory:
+        op = attribution.op_at(one.thread, one.time)
+        device = "cpu" if one.device < 0 else f"cuda:{one.device}"
+        about = (one.time / 1e3, op.name if op else None, device)
+        rows.append((*about, one.bytes, one.allocated, one.reserved))
+    columns = "time_us op device bytes allocated_bytes reserved_bytes".split()
+    return pandas.DataFrame(rows, columns=columns)
+
+
 # Parts
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from attnscope.profile.analysis.kernel_names import category, short_name
 from attnscope.profile.analysis.tables import owner_name
-from attnscope.profile.attribution.owners import ENGINE, Attribution
+from attnscope.profile.attribution.backward import ENGINE
+from attnscope.profile.attribution.owners import Attribution
 from attnscope.profile.errors import ProfileError
 from attnscope.profile.trace.events import GpuEvent
 

@@ -11,10 +11,10 @@ from typing import IO, TYPE_CHECKING, Any
 
 import pandas
 
+from attnscope.profile.analysis.catalog import TABLES
 from attnscope.profile.analysis.efficiency import FIGURES
 from attnscope.profile.analysis.kernel_names import short_name
 from attnscope.profile.analysis.tables import path_of
-from attnscope.profile.attribution.owners import Attribution
 from attnscope.profile.render.document import rows_of
 
 if TYPE_CHECKING:
@@ -24,38 +24,9 @@ SCHEMA = 1
 
 
 def profile_tables(profile: Result) -> dict[str, pandas.DataFrame]:
-    """Every table that has rows, by name. Raises ProfileError for those that cannot be true."""
-    return {name: table for name, table in _all_tables(profile).items() if len(table)}
-
-
-def _all_tables(profile: Result) -> dict[str, pandas.DataFrame]:
-    none = pandas.DataFrame()
-    return {
-        "operators": profile.operators(),
-        "kernels": profile.kernels(),
-        "stages": profile.stages(),
-        "copies": profile.copies(),
-        "modules": profile.modules(),
-        "memory": profile.memory(),
-        "allocations": allocations(profile.attribution),
-        "links": profile.links(),
-        "lines": profile.lines(),
-        "steps": profile.steps() if profile.has_ops else none,
-        "kineto": none if profile.kineto is None else profile.kineto_comparison(),
-    }
-
-
-def allocations(attribution: Attribution) -> pandas.DataFrame:
-    """Each allocation and release in order: time_us, op, device ("cpu" or "cuda:N"), bytes (less
-    than 0 for a release), allocated_bytes and reserved_bytes (in all, after it)."""
-    rows = []
-    for one in attribution.trace.memory:
-        op = attribution.op_at(one.thread, one.time)
-        device = "cpu" if one.device < 0 else f"cuda:{one.device}"
-        about = (one.time / 1e3, op.name if op else None, device)
-        rows.append((*about, one.bytes, one.allocated, one.reserved))
-    columns = "time_us op device bytes allocated_bytes reserved_bytes".split()
-    return pandas.DataFrame(rows, columns=columns)
+    """Every table that has rows, by name. Raises ProfileError for one that cannot be true."""
+    tables = {name: profile.table(name) for name in TABLES}
+    return {name: table for name, table in tables.items() if len(table)}
 
 
 def write_csv(profile: Result, folder: str | os.PathLike[str]) -> list[Path]:
@@ -66,8 +37,8 @@ def write_csv(profile: Result, folder: str | os.PathLike[str]) -> list[Path]:
     Path(folder).mkdir(parents=True, exist_ok=True)
     ours = (Path(folder) / "profile.json").exists()
     written = []
-    for name, table in _all_tables(profile).items():
-        path = Path(folder) / f"{name}.csv"
+    for name in TABLES:
+        path, table = Path(folder) / f"{name}.csv", profile.table(name)
         if len(table):
             table.to_csv(path, index=False)
             written.append(path)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas
 
+from attnscope.profile.analysis.catalog import TABLES
+from attnscope.profile.analysis.kernel_names import category
 from attnscope.profile.analysis.rates import NO_WORK
 from attnscope.profile.analysis.tree import icicle
-from attnscope.profile.attribution.owners import ENGINE
+from attnscope.profile.attribution.backward import ENGINE
 from attnscope.profile.render.document import Section, environment, rows_of
 from attnscope.profile.render.figures import CATEGORY_COLOURS, activity, categories, step_parts
 from attnscope.profile.render.terminal import (
@@ -21,8 +24,8 @@ from attnscope.profile.render.terminal import (
     duration,
     heading,
     percent,
-    speed_captions,
 )
+from attnscope.profile.render.views import speed_captions
 
 if TYPE_CHECKING:
     from attnscope.profile.analysis.result import Result
@@ -102,55 +105,70 @@ def _cards(profile: Result) -> Iterator[tuple[str, str, str]]:
 
 
 def _sections(profile: Result) -> Iterator[Section]:
-    stages = profile.stages()
     line = attribution_line(profile.attribution)
-    if len(stages):
-        # Depth by no-break spaces: the order of the rows is that of the program.
-        stages["range"] = [
-            "\N{NO-BREAK SPACE}" * 3 * depth + name
-            for depth, name in zip(stages["depth"], stages["range"], strict=True)
-        ]
-        yield Section(
-            "Stages",
-            "Named ranges. Busy: some kernel, copy or fill ran. Span: from the first to the last "
-            f"of them. Idle: span less busy. {line}.",
-            _rows(stages, STAGES),
-            hover={"range": "path"},
-        )
-    operators = profile.operators()
-    operators["name"] = [name.replace(ENGINE, "engine: ") for name in operators["name"]]
-    yield Section(
-        "Operators",
-        "GPU time of an op has its kernels and those of the ops inside; only self time may be "
-        f"summed. {line}.",
-        _rows(operators, OPERATORS),
-        notes=speed_captions(profile),
+    for name, kind in TABLES.items():
+        table = profile.table(name)
+        if kind.title and len(table):
+            section = SECTIONS.get(name, _as_it_is)
+            yield section(kind.title, table, line, profile)
+
+
+def _as_it_is(title: str, table: pandas.DataFrame, line: str, profile: Result) -> Section:
+    return Section(title, "", _rows(table, {n: n.replace("_", " ") for n in table.columns}))
+
+
+def _stages(title: str, table: pandas.DataFrame, line: str, profile: Result) -> Section:
+    # Depth by no-break spaces: the order of the rows is that of the program.
+    table["range"] = [
+        "\N{NO-BREAK SPACE}" * 3 * depth + name
+        for depth, name in zip(table["depth"], table["range"], strict=True)
+    ]
+    text = (
+        "Named ranges. Busy: some kernel, copy or fill ran. Span: from the first to the last of "
+        f"them. Idle: span less busy. {line}."
     )
-    yield from _gpu_sections(profile, line)
-    steps = profile.steps() if profile.has_ops else None
-    if steps is not None:
-        text = f"Steps: {steps.attrs['steps']}. Each instant counts once, in the leftmost part."
-        names = {n: n.replace("_us", " us") for n in steps.columns}
-        yield Section("Steps", text, _rows(steps, names))
-    for name, table in (("Modules", profile.modules()), ("Allocations", profile.memory())):
-        if len(table):
-            yield Section(name, "", _rows(table, {n: n.replace("_", " ") for n in table.columns}))
+    return Section(title, text, _rows(table, STAGES), hover={"range": "path"})
 
 
-def _gpu_sections(profile: Result, line: str) -> Iterator[Section]:
-    from attnscope.profile.analysis.kernel_names import category
+def _operators(title: str, table: pandas.DataFrame, line: str, profile: Result) -> Section:
+    table["name"] = [name.replace(ENGINE, "engine: ") for name in table["name"]]
+    text = (
+        "GPU time of an op has its kernels and those of the ops inside; only self time may be "
+        f"summed. {line}."
+    )
+    return Section(title, text, _rows(table, OPERATORS), notes=speed_captions(profile))
 
-    kernels = profile.kernels()
-    if len(kernels):
-        kernels["category"] = kernels["symbol"].map(category)
-        yield Section("Kernels", f"{line}.", _rows(kernels, KERNELS), hover={"kernel": "symbol"})
-    if len(copies := profile.copies()):
-        text = "Copies and fills, which are in no other table."
-        yield Section("Copies", text, _rows(copies, {n: n.replace("_", " ") for n in copies}))
-    if len(lines := profile.lines()):
-        text = "GPU time by line of Python: where the function begins that led to the kernel."
-        headings = {"line": "line", "gpu_us": "GPU us", "kernels": "kernels", "names": "names"}
-        yield Section("Lines", text, _rows(lines, headings))
+
+def _kernels(title: str, table: pandas.DataFrame, line: str, profile: Result) -> Section:
+    table["category"] = table["symbol"].map(category)
+    return Section(title, f"{line}.", _rows(table, KERNELS), hover={"kernel": "symbol"})
+
+
+def _copies(title: str, table: pandas.DataFrame, line: str, profile: Result) -> Section:
+    section = _as_it_is(title, table, line, profile)
+    return replace(section, text="Copies and fills, which are in no other table.")
+
+
+def _lines(title: str, table: pandas.DataFrame, line: str, profile: Result) -> Section:
+    text = "GPU time by line of Python: where the function begins that led to the kernel."
+    headings = {"line": "line", "gpu_us": "GPU us", "kernels": "kernels", "names": "names"}
+    return Section(title, text, _rows(table, headings))
+
+
+def _steps(title: str, table: pandas.DataFrame, line: str, profile: Result) -> Section:
+    text = f"Steps: {table.attrs['steps']}. Each instant counts once, in the leftmost part."
+    return Section(title, text, _rows(table, {n: n.replace("_us", " us") for n in table.columns}))
+
+
+# Tables with words or headings of their own; others stand on the page as they are.
+SECTIONS: dict[str, Callable[[str, pandas.DataFrame, str, Result], Section]] = {
+    "stages": _stages,
+    "operators": _operators,
+    "kernels": _kernels,
+    "copies": _copies,
+    "lines": _lines,
+    "steps": _steps,
+}
 
 
 def _rows(table: pandas.DataFrame, headings: dict[str, str]) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from attnscope.profile.trace.events import Allocation, CpuEvent, GpuEvent, Overhead, Trace
 from attnscope.profile.trace.json_stream import members, open_trace, plain
-from attnscope.profile.trace.thread_ids import mend_threads
+from attnscope.profile.trace.thread_ids import correct_threads
 from attnscope.profile.trace.window import remove_own
 
 CPU_KINDS = {
@@ -184,7 +184,7 @@ class _Builder:
         }
         trace.cpu.sort(key=_order)
         trace.gpu.sort(key=lambda e: (e.start, e.end))
-        mend_threads(trace.cpu, trace.gpu)
+        correct_threads(trace.cpu, trace.gpu)
         remove_own(trace)
         trace.cpu.sort(key=_order)  # what was cut begins with the window
         nest(trace.cpu)

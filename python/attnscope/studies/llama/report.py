@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from attnscope.profile.analysis.kernel_names import CATEGORIES, category
-from attnscope.profile.attribution.owners import ENGINE
+from attnscope.profile.attribution.backward import ENGINE
 from attnscope.profile.render.document import Document, Section
 from attnscope.profile.render.figures import CATEGORY_COLOURS, stacked_bars
 from attnscope.studies.llama.run import EAGER, PASSES, RMS_BAR, SAMPLES

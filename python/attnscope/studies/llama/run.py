@@ -244,7 +244,7 @@ def tables(found: Profile) -> Record:
         "symbols": rows_of(found.kernels()),
         "stages": rows_of(found.stages()),
     }
-    return record | (summarise(found.attribution) if found.trace.kernels else {})
+    return record | (summarise(found) if found.trace.kernels else {})
 
 
 def _infer(model: Any, tokens: Tensor) -> None:

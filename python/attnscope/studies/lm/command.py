@@ -126,6 +126,6 @@ def _measure(
     except KeyboardInterrupt:
         how = "" if resume is None else "; go on with --resume"
         done = f"{results.path} has what was done{how}" if results.rows else "nothing was done yet"
-        say(f"profile_model: stopped; {done}", "red")
+        say(f"profile_model: stopped; {done}", "red", stderr=True)
         raise typer.Exit(130) from None
     return results

@@ -80,7 +80,7 @@ def measure(run: Run) -> Record:
     if record["no_kernels"] is None:
         recorded = profile(run.name, warmup=0)(training.step)
         recorded()
-        record |= summarise(recorded.profile.attribution)
+        record |= summarise(recorded.profile)
     return record
 
 

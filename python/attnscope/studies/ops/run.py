@@ -19,10 +19,10 @@ from attnscope.bench.impls import IMPLS, Unsupported
 from attnscope.bench.workloads import Workload
 from attnscope.common.console import explain
 from attnscope.profile.errors import ProfileError
-from attnscope.profile.record.session import profile
 from attnscope.profile.render.document import rows_of
 from attnscope.profile.trace.markers import SENTINEL
 from attnscope.studies.isolation import run_apart
+from attnscope.studies.ops.kineto import Averages, comparison, record_with_averages
 from attnscope.studies.ops.reconcile import reconcile, record_calls
 from attnscope.studies.records import Record
 
@@ -172,8 +172,8 @@ def _tried(case: Case, device: torch.device) -> Record:
 def measure(case: Case, device: torch.device) -> Record:
     """CALLS warm calls of a case. Raises what running it raises, ProfileError for a false table."""
     call = case.make(device)
-    found = record_calls(call, CALLS, shapes=False, kineto=True)
-    record = Start(case.name).key | summarise(found, case, CALLS)
+    found, averages = record_calls(call, CALLS)
+    record = Start(case.name).key | summarise(found, averages, case, CALLS)
     tools = rows_of(reconcile(call, samples=CALLS, recorded=found))
     return record | {"tools": tools, "bars": bars(record, tools)}
 
@@ -186,14 +186,13 @@ def measure_cold(start: Start) -> Record:
         raise Unsupported(f"runs on cuda only, not on {device.type}")
     torch.cuda.set_device(device)
     call = case.make(device)
-    with profile(case.name, shapes=False, kineto=True) as found:
-        call()
-    record = start.key | summarise(found, case, 1)
+    found, averages = record_with_averages(case.name, call)
+    record = start.key | summarise(found, averages, case, 1)
     return record | {"tools": [], "bars": bars(record, [])}
 
 
-def summarise(found: Profile, case: Case, calls: int) -> Record:
-    """What a profile of `calls` calls says of a case, times in microseconds.
+def summarise(found: Profile, averages: Averages, case: Case, calls: int) -> Record:
+    """What a profile of `calls` calls, and PyTorch's own table, report of a case, in microseconds.
 
     rows: of each op its name, calls, kernels, gpu_us, copy_us, kineto_us and why that differs.
     row_us, copy_us: their sums. raw_us, raw_kernels: of the raw trace. share: of GPU time, owned.
@@ -204,7 +203,7 @@ def summarise(found: Profile, case: Case, calls: int) -> Record:
     names = list(dict.fromkeys(kernel["name"] for kernel in kernels))
     if case.impl and (why := IMPLS[case.impl].unproved(names, "cuda")):
         raise ProfileError(why)
-    rows = [_row(found, names, times * calls) for names, times in case.rows.items()]
+    rows = [_row(found, averages, names, times * calls) for names, times in case.rows.items()]
     return {
         "status": "ok",
         "reason": None,
@@ -219,7 +218,7 @@ def summarise(found: Profile, case: Case, calls: int) -> Record:
     }
 
 
-def _row(found: Profile, names: str, calls: int) -> Record:
+def _row(found: Profile, averages: Averages, names: str, calls: int) -> Record:
     table = found.operators().set_index("name")
     name = next((name for name in names.split("|") if name in table.index), None)
     if name is None:
@@ -227,9 +226,9 @@ def _row(found: Profile, names: str, calls: int) -> Record:
     row = table.loc[name]
     if row["calls"] != calls:
         raise ProfileError(f"{name} was called {row['calls']} times, not {calls}")
-    told = {"kineto_us": None, "explanation": found.kineto_reason}
-    if found.kineto is not None:
-        beside = found.kineto_comparison()
+    told = {"kineto_us": None, "explanation": averages.reason}
+    if averages.rows is not None:
+        beside = comparison(found.attribution, averages.rows)
         same = rows_of(beside[(beside["name"] == name) & (beside["row"] == "CPU")])
         told = {key: same[0][key] for key in told} if same else told | {"explanation": "no row"}
     return {

@@ -1,0 +1,200 @@
+"""Who called backward(), and which forward op a backward op belongs to.
+
+On a GPU the engine runs backward ops on a thread of its own while the caller waits:
+
+    thread 1   [forward: mul #5]   [ range "step": loss.backward() waits ........ ]
+    thread 9                           [evaluate_function: MulBackward0 #5][Accumulate]
+                                        launch, launch, ...
+
+The work of thread 9 is inside "step" as well, and belongs to "mul": both carry the sequence number
+5, and the backward op names the thread of its forward.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+
+from attnscope.profile.trace.events import CpuEvent, Trace
+
+ENGINE = "autograd::engine::evaluate_function: "
+# In the Python frames that wait in backward().
+ENGINE_CALLS = ("run_backward of torch._C._EngineBase", "): _engine_run_backward")
+
+
+class Backward:
+    """Backward work of a trace.
+
+    Args:
+        trace: the events.
+        by_thread: the CPU events of each thread.
+        open_at: what a thread was in at a time, innermost first.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        by_thread: Mapping[int, Sequence[CpuEvent]],
+        open_at: Callable[[int, int], Sequence[CpuEvent]],
+    ) -> None:
+        self.trace, self._by_thread, self._open_at = trace, by_thread, open_at
+
+    def caller(self, event: CpuEvent) -> int | None:
+        """The thread that waits in backward() for an event of an autograd thread, else None.
+
+        Where stacks were recorded, a thread waits if its Python frames are in a call of the engine.
+        Otherwise any thread without frames could. Of these it is the thread of the forward op, or
+        the only one; of several others none is guessed.
+        """
+        if event.thread not in self.autograd_threads:
+            return None
+        at = self._outermost[event.index]
+        outer = self.trace.cpu[at] if at >= 0 else event
+        around = {thread: self._open_at(thread, outer.start) for thread in self._own_ops}
+        called = [thread for thread, open_ in around.items() if any(map(_is_call, open_))]
+        without_frames = [
+            thread
+            for thread, open_ in around.items()
+            if not any(one.kind == "python" for one in open_)
+        ]
+        could = called or without_frames
+        forward, since = self._origins.get(at, (None, 0))
+        if forward in could and self._waits(forward, since, outer.end):
+            return forward
+        could = [thread for thread in could if self._waits(thread, outer.start, outer.end)]
+        return could[0] if len(could) == 1 else None
+
+    def _waits(self, thread: int, start: int, end: int) -> bool:
+        """Could a thread have waited in backward() meanwhile: it goes on after it, and began no op
+        but those that the engine runs on the calling thread, for the CPU's part of a graph."""
+        own = self._own_ops.get(thread, [])
+        return self._last[thread] >= end and bisect_left(own, start) == bisect_left(own, end)
+
+    @cached_property
+    def _last(self) -> dict[int, int]:
+        """When the last event of a thread ended."""
+        return {t: max(e.end for e in events) for t, events in self._by_thread.items()}
+
+    @cached_property
+    def _outermost(self) -> list[int]:
+        """For each CPU event, the index of the outermost op around it or of itself, -1 for none."""
+        outer: list[int] = []
+        for event in self.trace.cpu:
+            above = outer[event.parent] if event.parent >= 0 else -1
+            outer.append(event.index if above < 0 and event.kind == "op" else above)
+        return outer
+
+    @cached_property
+    def _own_ops(self) -> dict[int, list[int]]:
+        """Of threads that are not autograd's and have ops or ranges: when their ops began, those
+        inside backward ops of the engine apart."""
+        starts: dict[int, list[int]] = {}
+        for event in self.trace.cpu:
+            if event.kind in ("op", "range") and event.thread not in self.autograd_threads:
+                own = starts.setdefault(event.thread, [])
+                if event.kind == "op" and not self._in_engine[event.index]:
+                    own.append(event.start)
+        return starts
+
+    @cached_property
+    def _in_engine(self) -> list[bool]:
+        """For each CPU event, is it a backward op of the engine or inside one."""
+        found: list[bool] = []
+        for event in self.trace.cpu:
+            found.append(_is_engine(event) or event.parent >= 0 and found[event.parent])
+        return found
+
+    @cached_property
+    def autograd_threads(self) -> set[int]:
+        """Threads that the engine runs backward on while another thread waits.
+
+        Such a thread begins with a backward op that nothing called. What it runs outside them is
+        the end of a backward pass (of DDP, FSDP), without gradients, so without sequence numbers.
+        """
+        first: dict[int, CpuEvent] = {}
+        at_work = set()
+        for event in self.trace.cpu:
+            if event.kind in ("op", "range"):
+                first.setdefault(event.thread, event)
+            if event.kind == "op" and event.sequence >= 0 and not event.forward_thread:
+                if not self._in_engine[event.index]:
+                    at_work.add(event.thread)
+        engine = {t for t, e in first.items() if _is_engine(e)}
+        called = {t for t in engine if any(map(_is_call, self.trace.ancestors(first[t])))}
+        return engine - called - at_work
+
+    @cached_property
+    def _origins(self) -> dict[int, tuple[int, int]]:
+        """Outermost ops of autograd threads -> thread of their forward, and since when it must
+        have waited.
+
+        A backward op without a forward op (AccumulateGrad) runs right after the one that feeds it,
+        and has its thread. A forward that ran inside backward (double backward) has the thread of
+        that backward.
+        """
+        found: dict[int, tuple[int, int]] = {}
+        before: dict[int, tuple[int, int]] = {}
+        for event in self.trace.cpu:
+            if event.thread not in self.autograd_threads:
+                continue
+            if self._outermost[event.index] != event.index:
+                continue
+            thread = self._forward_threads.get(event.forward_thread)
+            if thread in self.autograd_threads:
+                forward = self.forward_op(event)
+                inner = found.get(self._outermost[forward.index]) if forward else None
+                thread = inner[0] if inner else None
+            if thread is not None:
+                before[event.thread] = (thread, event.start)
+            if event.thread in before:
+                found[event.index] = before[event.thread]
+        return found
+
+    @cached_property
+    def _forwards(self) -> dict[tuple[int, int], CpuEvent]:
+        """(thread, sequence number) -> forward op. The number is that of the next autograd node,
+        so the last op that carries it is the one that made the node."""
+        found = {}
+        for event in self.trace.cpu:
+            if event.kind == "op" and event.sequence >= 0 and not event.forward_thread:
+                found[event.thread, event.sequence] = event
+        return found
+
+    @cached_property
+    def _forward_threads(self) -> dict[int, int]:
+        """The profiler's number of a forward thread -> thread: by the profiler's arrows from
+        forward to backward, else by shared sequence numbers, where only one thread has the most.
+        """
+        arrows: dict[int, Counter[int]] = defaultdict(Counter)
+        wanted: dict[int, set[int]] = defaultdict(set)
+        for event in self.trace.cpu:
+            if event.forward_thread and event.sequence >= 0:
+                wanted[event.forward_thread].add(event.sequence)
+                if thread := self.trace.arrows.get((event.thread, event.start)):
+                    arrows[event.forward_thread][thread] += 1
+        threads = {}
+        for number, sequences in wanted.items():
+            hits = arrows[number] or Counter(t for t, one in self._forwards if one in sequences)
+            best = hits.most_common(2)
+            if best and (len(best) == 1 or best[0][1] > best[1][1]):
+                threads[number] = best[0][0]
+        return threads
+
+    def forward_op(self, event: CpuEvent) -> CpuEvent | None:
+        """The forward op that a backward op, or an op inside one, belongs to; None for others and
+        where the forward ran outside the window."""
+        for around in (event, *self.trace.ancestors(event)):
+            if around.forward_thread and around.sequence >= 0:
+                thread = self._forward_threads.get(around.forward_thread)
+                return None if thread is None else self._forwards.get((thread, around.sequence))
+        return None
+
+
+def _is_engine(event: CpuEvent) -> bool:
+    return event.kind == "op" and event.name.startswith(ENGINE)
+
+
+def _is_call(event: CpuEvent) -> bool:
+    return event.kind == "python" and any(call in event.name for call in ENGINE_CALLS)

@@ -1,0 +1,221 @@
+"""One recording by PyTorch's profiler, with sentinels at both ends so that a loss is seen."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attnscope.common.console import say
+from attnscope.common.hardware.nvml import Nvml
+from attnscope.profile.api import Profile
+from attnscope.profile.errors import ProfileError
+from attnscope.profile.record.attached import attached_tool
+from attnscope.profile.trace.markers import SENTINEL, WAIT
+from attnscope.profile.trace.reader import read_trace
+
+SENTINEL_KERNELS = 3
+LARGE_TRACE = 200 << 20  # bytes; about half a million events
+LONG_REGION_S = 60.0
+TWO = "a profiler of PyTorch is running already; two at once lose events of each other"
+SECOND = (
+    "another profiler of PyTorch ran inside the region and took its events; take it out there, or "
+    "read its own trace with attnscope profile --trace"
+)
+_running = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is recorded beside ops and kernels: shapes, Python frames and modules, allocations."""
+
+    shapes: bool = True
+    stacks: bool = False
+    memory: bool = False
+
+
+class Recorder:
+    """Records from `start` to `stop`, once. Both must be called on the same thread."""
+
+    def __init__(self, name: str, options: Options) -> None:
+        self._name, self._options = name, options
+        self.torch_profiler: Any = None  # PyTorch's own, once started
+
+    def start(self) -> None:
+        """Begin. Raises ProfileError under another tool, or where a profiler is running."""
+        import torch
+
+        cuda = torch.cuda.is_available()
+        if cuda and (tool := attached_tool()):
+            raise ProfileError(
+                f"this process runs under {tool[0]} ({tool[1]}), and CUPTI serves one tool at a "
+                "time; profile without it, or leave this profiler off there"
+            )
+        if torch.autograd._profiler_enabled() or not _running.acquire(blocking=False):
+            raise ProfileError(TWO)
+        with ExitStack() as opened:
+            opened.callback(_running.release)
+            if cuda:
+                _first_start()
+            self._cuda, self._thread = cuda, threading.get_ident()
+            self._nvml = Nvml(torch.device("cuda" if cuda else "cpu"))
+            self.torch_profiler = _torch_profiler(cuda, self._options)
+            synchronize()
+            if self._options.stacks:
+                opened.enter_context(_collector_off())
+            self.torch_profiler.start()
+            opened.callback(self._stop_torch)
+            late = threading.Timer(LONG_REGION_S, _warn_of_length)
+            late.daemon = True
+            late.start()
+            opened.callback(late.cancel)
+            with torch.profiler.record_function(WAIT):
+                synchronize()
+            _sentinel(cuda)
+            self._opened = opened.pop_all()
+            self._began = time.perf_counter()
+
+    def stop(self, **facts: Any) -> Profile:
+        """End, and read what was recorded; `facts` are further attributes of the Profile.
+
+        Raises ProfileError where the record cannot be had.
+        """
+        import torch
+
+        with self._opened:
+            if threading.get_ident() != self._thread:
+                raise ProfileError("the region must end on the thread that it began on")
+            with torch.profiler.record_function(WAIT):
+                synchronize()
+            facts["wall_s"] = time.perf_counter() - self._began
+            _sentinel(self._cuda)
+            clock = self._nvml.read().get("sm_clock_mhz")
+            why = None if clock else self._nvml.reason or "NVML does not report the SM clock"
+            if not self._stop_torch():  # a profiler that began and ended inside took the events
+                raise ProfileError(SECOND)
+            folder = tempfile.TemporaryDirectory(
+                prefix="attnscope-profile-", ignore_cleanup_errors=True
+            )
+            file = re.sub(r"[^A-Za-z0-9._-]+", "-", self._name)
+            source = Path(folder.name) / f"{file}.json"
+            self.torch_profiler.export_chrome_trace(str(source))
+        _warn_of_size(source)
+        trace = read_trace(source)
+        if trace.waits != 2:
+            raise ProfileError(SECOND)
+        facts |= {"sm_clock_mhz": clock, "sm_clock_reason": why}
+        return Profile(name=self._name, source=source, trace=trace, keeps=folder, **facts)
+
+    def cancel(self) -> None:
+        """End without a record."""
+        self._opened.close()
+
+    def _stop_torch(self) -> bool:
+        """End PyTorch's profiler if it still records; False where it does not.
+
+        Asking one for events that it has lost ends the process.
+        """
+        import torch
+
+        here = not self._options.memory or torch.autograd._profiler_enabled()
+        if torch.autograd.profiler._is_profiler_enabled and here:
+            self.torch_profiler.stop()
+            return True
+        return False
+
+
+def synchronize() -> None:
+    """Wait for every device that this process has work on."""
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        for device in range(torch.cuda.device_count()):
+            # Asking an unused device would make a context on it.
+            if torch._C._cuda_hasPrimaryContext(device):  # type: ignore[attr-defined]
+                torch.cuda.synchronize(device)
+
+
+def _torch_profiler(cuda: bool, options: Options) -> Any:
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it reports its start and end on stderr
+    return torch.profiler.profile(
+        activities=activities,
+        record_shapes=options.shapes,
+        with_stack=options.stacks,
+        with_modules=options.stacks,
+        profile_memory=options.memory,
+        # Ops of every thread own their kernels, not only those of the thread that records. PyTorch
+        # records allocations in the other mode only.
+        experimental_config=torch._C._profiler._ExperimentalConfig(
+            profile_all_threads=not options.memory
+        ),
+    )
+
+
+@functools.cache
+def _first_start() -> None:
+    """The first session of a process starts CUPTI, which takes long and loses events."""
+    import torch
+
+    torch.cuda.init()
+    recorder = _torch_profiler(True, Options(shapes=False))
+    recorder.start()
+    _sentinel(cuda=True)
+    recorder.stop()
+
+
+def _sentinel(cuda: bool) -> None:
+    """A few kernels that are waited for; more than one, so that losing the first shows nothing."""
+    import torch
+
+    if not cuda:
+        return
+    with torch.profiler.record_function(SENTINEL):
+        for _ in range(SENTINEL_KERNELS):
+            # Past the dispatcher: no row of PyTorch's own table has its time.
+            torch.cuda._sleep(1)
+            torch.cuda.synchronize()
+
+
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    """No garbage collection meanwhile: with Python frames recorded it is slow, and is in them."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def _warn_of_length() -> None:
+    say(
+        f"profile: the region has run for {LONG_REGION_S:.0f} s; every op and kernel of it is kept "
+        "in memory, half a kilobyte each. A few steps are usually representative",
+        "yellow",
+        stderr=True,
+    )
+
+
+def _warn_of_size(source: Path) -> None:
+    size = source.stat().st_size
+    if size > LARGE_TRACE:
+        say(
+            f"profile: the trace has {size / 2**20:,.0f} MiB, reading it takes about as much "
+            "memory; profile fewer steps, or turn stacks, memory and shapes off",
+            "yellow",
+            stderr=True,
+        )

@@ -1,0 +1,49 @@
+"""The files of a profile's folder. A new output format is a line of FORMATS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from attnscope.common.console import say
+from attnscope.profile.analysis.result import Result
+from attnscope.profile.render.chrome_trace import write_chrome_trace
+from attnscope.profile.render.files import to_json, write_csv
+from attnscope.profile.render.html import write_html
+
+
+def _json(profile: Result, folder: Path) -> list[Path]:
+    to_json(profile, folder / "profile.json")
+    return [folder / "profile.json"]
+
+
+def _html(profile: Result, folder: Path) -> list[Path]:
+    write_html(profile, folder / "profile.html")
+    return [folder / "profile.html"]
+
+
+def _chrome_trace(profile: Result, folder: Path) -> list[Path]:
+    """The trace with our rows; a trace that was read from this folder stays as it is."""
+    path = folder / "trace.json"
+    if path.exists() and path.samefile(profile.source):
+        say(f"{path} is the trace that was read: it stays as it is", "yellow")
+        return []
+    write_chrome_trace(profile, path)
+    return [path]
+
+
+# Each writes files in a folder and returns their paths. CSV comes first: it removes tables of an
+# earlier profile, which it knows by its JSON.
+FORMATS: dict[str, Callable[[Result, Path], list[Path]]] = {
+    "csv": write_csv,
+    "json": _json,
+    "html": _html,
+    "chrome trace": _chrome_trace,
+}
+
+
+def write_all(profile: Result, folder: Path) -> None:
+    """Write every format in a folder, and say what was written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [path.name for write in FORMATS.values() for path in write(profile, folder)]
+    say(f"wrote {', '.join(sorted(written))} in {folder}")

@@ -1,0 +1,8 @@
+#pragma once
+#include <cstdint>
+
+namespace attnscope::ptx {
+
+inline void ldmatrix_x4(uint32_t (&)[4], uint32_t) {}
+
+}  // namespace attnscope::ptx

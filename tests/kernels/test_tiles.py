@@ -1,0 +1,109 @@
+"""Which tile serves which call: pure functions of the tile tables, compiled on the host."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CXX = shutil.which("g++")
+
+HOPPER = """
+#include "kernels/sm90_forward/config.cuh"
+using namespace attnscope::sm90;
+constexpr const ForwardTile& tile(int head_dim, int rows, bool causal, int heads = 1000,
+                                  int sms = 132) {
+  return kForwardTiles[choose_forward(head_dim, rows, heads, heads, 1, causal, false, sms).row];
+}
+constexpr bool grouped(int head_dim, int block_m, int log2) {
+  const ForwardChoice choice = choose_forward(head_dim, 16, 32, 4, 64, true, false, 132);
+  return kForwardTiles[choice.row].block_m == block_m && choice.grouping == log2;
+}
+constexpr bool every_tile_fits() {
+  for (const ForwardTile& t : kForwardTiles) {
+    const int registers =
+        128 * (t.producer_registers() + t.consumers() * t.consumer_registers());
+    if (t.blocks_per_sm * (t.shared_bytes() + 1024) > 233472 || t.blocks_per_sm * registers > 65536)
+      return false;
+    if (t.consumers() > kMaxConsumers || t.blocks_per_sm * t.threads() > 2048) return false;
+    if (t.consumer_registers() % 8 != 0 || t.consumer_registers() > 240) return false;
+  }
+  return true;
+}
+static_assert(every_tile_fits(), "a tile does not fit a multiprocessor");
+static_assert(tile(8, 1, false).head_dim == 64 && tile(64, 1 << 30, true).head_dim == 64);
+static_assert(tile(72, 1, false).head_dim == 96 && tile(96, 1 << 30, true).head_dim == 96);
+static_assert(tile(104, 1, false).head_dim == 128 && tile(128, 1 << 30, true).head_dim == 128);
+static_assert(tile(136, 1, false).head_dim == 192 && tile(192, 1 << 30, true).head_dim == 192);
+static_assert(tile(200, 1, false).head_dim == 256 && tile(256, 1 << 30, true).head_dim == 256);
+static_assert(choose_forward(264, 1, 8, 8, 1, false, false, 132).row == -1, "no tile is that wide");
+static_assert(tile(64, 512, true).block_m == 256 && tile(64, 1 << 14, true).block_m == 192);
+static_assert(tile(128, 2048, true).block_m == 192 && tile(128, 2048, false).block_m == 192);
+static_assert(tile(64, 64, false).block_m == 64 && tile(64, 129, false).block_m == 256);
+static_assert(tile(64, 65, true).heads_per_tile == 2 && tile(64, 128, false).heads_per_tile == 2);
+static_assert(tile(64, 128, true, 1).heads_per_tile == 1, "no other head to share the tile with");
+static_assert(tile(64, 128, true, 32).block_m == 64, "16 tiles of 256 rows for 64 of 64");
+static_assert(kForwardTiles[choose_forward(64, 128, 8, 8, 64, true, true, 132).row].block_m == 64);
+static_assert(tile(128, 256, true).block_m == 128, "two of 192 leave a third empty");
+static_assert(tile(128, 257, true).block_m == 192);
+static_assert(tile(64, 512, true, 65).block_m == 256, "130 tiles; 520 of 64 rows: four rounds");
+static_assert(tile(64, 512, true, 32).block_m == 64, "two rounds of 64 rows for one of 192");
+static_assert(tile(64, 1024, true, 32).block_m == 256, "no smaller ones end sooner");
+static_assert(tile(128, 512, true, 16).block_m == 64 && tile(128, 512, true, 40).block_m == 192);
+static_assert(tile(128, 1 << 14, false, 1).block_m == 128, "128 tiles, or 256 in two rounds");
+static_assert(tile(128, 100, true, 66).block_m == 64 && tile(128, 100, true, 67).block_m == 128);
+static_assert(tile(64, 512, true, 65, 66).block_m == 256, "two rounds of 66 SMs");
+static_assert(tile(64, 512, true, 32, 64).block_m == 256, "64 tiles of 256 rows fill 64 SMs");
+static_assert(choose_grouping(1, 32, 8, 4, 114) == 2, "128 heads are too many for 114 SMs");
+static_assert(tile(256, 1, true, 1).block_m == 128, "no tile is smaller");
+static_assert(grouped(64, 64, 3) && grouped(128, 128, 3) && grouped(96, 192, 3));
+static_assert(choose_grouping(64, 32, 8, 64, 132) == 2 && choose_grouping(65, 32, 8, 64, 132) == 0);
+static_assert(choose_grouping(1, 32, 8, 4, 132) == 0, "every head has a multiprocessor");
+static_assert(choose_grouping(1, 12, 1, 64, 132) == 2 && choose_grouping(1, 7, 1, 64, 132) == 0);
+static_assert(choose_grouping(1, 64, 1, 64, 132) == 4 && choose_grouping(1, 0, 0, 64, 132) == 0);
+static_assert(tile_count(kForwardTiles[0], 0, 100, 9, 100) == 500, "five pairs of heads each");
+static_assert(tile_count(forward_tile(128, 128), 2, 33, 32, 64) == 64 * 8 * 2, "132 rows a group");
+static_assert(tile_count(forward_tile(128, 192), 0, 0, 8, 8) == 0, "no queries");
+static_assert(first_tile(32, 1, 8, false, false) < 0, "no head dim of the table");
+static_assert(tile(64, 0, true, 0).block_m == 64, "an empty call has a tile");
+static_assert(tile(128, 0, true, 0).head_dim == 128);
+"""
+
+
+@pytest.mark.skipif(CXX is None, reason="no g++")
+def test_the_hopper_tile_table():
+    command = [CXX, "-std=c++17", "-fsyntax-only", "-x", "c++", f"-I{ROOT / 'csrc'}", "-"]
+    result = subprocess.run(command, input=HOPPER, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+DIVISOR = """
+#include <cstdint>
+#include <initializer_list>
+static uint32_t __umulhi(uint32_t a, uint32_t b) { return uint64_t{a} * b >> 32; }
+#define __CUDACC__
+#define __device__
+#define __forceinline__ inline
+#include "attn/divisor.h"
+int main() {
+  constexpr int64_t kMost = INT32_MAX;
+  for (int64_t d = 1; d <= kMost; d += d < 2000 ? 1 : d / 19) {
+    const attnscope::Divisor by = attnscope::Divisor::of(static_cast<int>(d));
+    for (int64_t n = 0; n <= kMost; n += n < 20000 ? 1 : n / 53 + 7) {
+      for (int64_t near : {n, n / d * d, n / d * d + d - 1, kMost}) {
+        if (near <= kMost && static_cast<int>(near) / by != near / d) return 1;
+      }
+    }
+  }
+  return 0;
+}
+"""
+
+
+@pytest.mark.skipif(CXX is None, reason="no g++")
+def test_a_divisor_divides(tmp_path):
+    program = tmp_path / "divisor"
+    command = [CXX, "-O1", "-std=c++17", "-x", "c++", f"-I{ROOT / 'csrc'}", "-o", program, "-"]
+    subprocess.run(command, input=DIVISOR, text=True, check=True)
+    assert subprocess.run([program]).returncode == 0

@@ -1,0 +1,51 @@
+"""The NVTX ranges that calls really emit, as a tool sees them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import attnscope
+from attnscope import ranges
+
+SUPPORT = Path(__file__).parents[1] / "support"
+PROGRAM = """
+import torch
+from attnscope import attention
+device, dtype = {device!r}, torch.{dtype}
+q = torch.randn(1, 4, 2, 16, device=device).to(dtype)
+attention(q, q, q)
+attention(q, q, q.mT.contiguous().mT)
+if device == "cuda":
+    torch.cuda.synchronize()
+"""
+CUDA = pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiles a small tool")
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), CUDA])
+def test_calls_and_copies_are_ranges_of_one_domain(tmp_path, device, dtype):
+    library = Path(attnscope.__file__).parent / ("_C_cuda.so" if device == "cuda" else "_C.so")
+    if b"NVTX_INJECTION64_PATH" not in library.read_bytes():
+        pytest.skip("built without the NVTX headers, which come with nvcc")
+    tool = tmp_path / "recorder.so"
+    subprocess.run(
+        ["g++", "-shared", "-fPIC", "-o", tool, SUPPORT / "nvtx_recorder.cpp"], check=True
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(device=device, dtype=dtype)],
+        env=os.environ | {"NVTX_INJECTION64_PATH": str(tool)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    ours = [line for line in result.stdout.splitlines() if line.split()[1] == ranges.DOMAIN]
+    call = f"push {ranges.DOMAIN} registered {ranges.FORWARD} 128"  # with q.numel()
+    copy = f"push {ranges.DOMAIN} registered {ranges.COPY} 0"
+    pop = f"pop {ranges.DOMAIN}"
+    assert ours == [call, pop, call, copy, pop, pop]
