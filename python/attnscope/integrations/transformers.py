@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from attnscope.functional import attention, attention_varlen
-from attnscope.transformers_mask import CAUSAL, REMEDY, mask, read_note
+from attnscope.integrations.transformers_mask import CAUSAL, REMEDY, mask, read_note
 
 __all__ = ["INSTALL", "NAME", "OLDEST", "forward", "mask", "register", "require"]
 

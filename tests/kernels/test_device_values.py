@@ -1,6 +1,6 @@
 """Device functions for extreme values, compiled for the host: their arithmetic and addresses.
 
-tests/device_stubs has the PTX wrappers and CUDA headers that they include, in plain C++; a thread
+tests/kernels/device_stubs has the PTX wrappers and CUDA headers that they include, in plain C++; a thread
 is a value of threadIdx.x.
 """
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 CXX = shutil.which("g++")
 
 pytestmark = pytest.mark.skipif(CXX is None, reason="no g++")
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(CXX is None, reason="no g++")
 
 def run(program: str, tmp_path: Path) -> str:
     binary = tmp_path / "program"
-    includes = [f"-I{ROOT / 'tests/device_stubs'}", f"-I{ROOT / 'csrc'}"]
+    includes = [f"-I{ROOT / 'tests/kernels/device_stubs'}", f"-I{ROOT / 'csrc'}"]
     command = [CXX, "-std=c++17", "-O1", "-w", *includes, "-x", "c++", "-", "-o", binary]
     subprocess.run(command, input=program, text=True, check=True)
     result = subprocess.run([binary], capture_output=True, text=True)
