@@ -198,7 +198,7 @@ def ninja_file(setup_module_of_tree, tmp_path, monkeypatch):
     monkeypatch.setattr(setup_module_of_tree, "cuda_home", lambda nvcc: Path("/cuda"))
 
     def write(nvcc: Path | None) -> tuple[str, list[Path]]:
-        logs = setup_module_of_tree.write_ninja(TORCH_HOME, nvcc)
+        logs = setup_module_of_tree.write_ninja(TORCH_HOME, nvcc, Path("build/native"), "")
         return Path("build/native/build.ninja").read_text(), logs
 
     return write

@@ -13,7 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 # Files and folders that the rule covers. Next: "csrc", "python", "tests", "tools".
-COVERED = ("README.md", "CONTRIBUTING.md", "docs")
+COVERED = (
+    "README.md", "CONTRIBUTING.md", "docs", "csrc/ptx", "csrc/attn", "csrc/binding",
+    "csrc/kernels/sm90_forward",
+)  # fmt: skip
 # Never covered: results of a program, and the list itself with its tests.
 EXCLUDED = ("docs/reports/h200", "tools/word_list.py", "tests/test_word_list.py")
 # Path -> phrases that it may use, in lower case.

@@ -1,4 +1,4 @@
-// Which key blocks a block of query rows visits, and which of them need a mask.
+// The key blocks that a tile of query rows visits, and which of them need a mask.
 #pragma once
 
 namespace attnscope {
@@ -23,7 +23,7 @@ struct Window {
 struct BlockRange {
   int begin;       // first key block
   int end;         // one past the last
-  int full_begin;  // blocks in [full_begin, full_end) are seen whole by every row
+  int full_begin;  // every row sees every key of blocks [full_begin, full_end)
   int full_end;
 };
 

@@ -1,4 +1,4 @@
-// What the host asks of a device once and keeps. Host only.
+// Attributes of a device, queried once and cached. Host only.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,7 +16,7 @@ struct DeviceFacts {
   int sms;
 };
 
-// The current device. CUDA is asked for its attributes on the first call only.
+// The current device. Only the first call queries its attributes.
 inline DeviceFacts current_device() {
   static std::atomic<int> known[kMaxDevices];  // 0: not yet; otherwise major << 16 | sms
   int device = -1;
@@ -36,7 +36,7 @@ inline DeviceFacts current_device() {
   return {device, packed >> 16, packed & 0xffff};
 }
 
-// Allows `kernel` its dynamic shared memory, `bytes`, on a device: once for each kernel and device.
+// Allows `kernel` `bytes` of dynamic shared memory; calls CUDA once for each kernel and device.
 template <auto kernel>
 cudaError_t allow_shared_memory(int device, int bytes) {
   static std::atomic<uint64_t> allowed{0};  // bit i: device i

@@ -1,12 +1,12 @@
-// Division by a number that a launch fixes.
+// Division by a number that is constant for a launch.
 #pragma once
 
 #include <cstdint>
 
 namespace attnscope {
 
-// n / divisor for 0 <= n < 2^31, divisor > 0, by a multiplication: a division takes the device some
-// thirty dependent instructions. Granlund and Montgomery 1994, section 4
+// n / divisor for 0 <= n < 2^31, divisor > 0, by a multiplication: a division is about thirty
+// dependent instructions on the device. Granlund and Montgomery 1994, section 4
 // (doi:10.1145/178243.178249).
 struct Divisor {
   int divisor;

@@ -1,11 +1,11 @@
 // Delays at the steps of a kernel's protocol: copies, releases, tiles handed out. Only with
-// -DATTNSCOPE_FAULTS; otherwise every call is empty. A protocol is right if no delay changes a bit
-// of the output. `attnscope stress` builds the library with it, sets plans and compares.
+// -DATTNSCOPE_FAULTS; otherwise every call is empty. A protocol is correct if no delay changes a
+// bit of the output. `attnscope stress` builds a library with this flag, sets plans and compares.
 //
-// Late copies   A copy that is late alone, behind later ones, is handed to another warp: the one
-//               that issues copies must go on. The mailbox has room for one.
-// Planted       -DATTNSCOPE_UNGUARDED_RING takes the invariant of attn/ring.cuh out again, to see
-//               that the stress finds it.
+// Late copies   Another warp issues a copy that is late, since the producer must go on to later
+//               copies. The mailbox has room for one.
+// Planted       -DATTNSCOPE_UNGUARDED_RING removes the guard of attn/ring.cuh, to test that the
+//               stress finds the race.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@
 namespace attnscope {
 
 enum class Fault : uint32_t {
-  kLateCopy,     // K or V arrives after copies issued later
+  kLateCopy,     // a copy of K or V arrives after later copies
   kCopy,         // the producer of K and V pauses before a copy
   kQuery,        // the producer of Q pauses before a copy
   kRelease,      // a consumer releases a K or V buffer late

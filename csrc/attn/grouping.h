@@ -9,8 +9,8 @@
 
 namespace attnscope {
 
-// A row of the tile is a (query, head) pair, the 1 << log2 heads of a query adjacent. A sequence
-// then has 1 << log2 times as many rows as queries.
+// A row of the tile is a (query, head) pair; the 1 << log2 heads of a query are adjacent. A
+// sequence has 1 << log2 rows for each query.
 struct Grouping {
   int log2;
 

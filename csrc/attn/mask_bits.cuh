@@ -1,4 +1,4 @@
-// Masks of one row tile, a bit a column.
+// Masks of a row tile, one bit per column.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace attnscope {
 
-// mask_scores (attn/scores.cuh) in less than half of its instructions, for two more registers: the
-// portable kernel would spill. `row` is the thread's upper row in its sequence.
+// Does what mask_scores (attn/scores.cuh) does in less than half the instructions, with two more
+// registers; the portable kernel would spill. `row` is the thread's upper row in its sequence.
 template <int kCount>
 __device__ __forceinline__ void mask_scores_by_bits(float (&s)[kCount], const Window& window,
                                                     const Grouping& grouping, int row,

@@ -1,4 +1,4 @@
-// NaN and infinity in 16-bit elements, two to a 32-bit word.
+// NaN and infinity in 16-bit elements, two in a 32-bit word.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,7 +10,7 @@
 
 namespace attnscope {
 
-// Finds non-finite elements among many words, one multiplication a word: x * 0 is 0 or NaN.
+// Searches words for elements that are not finite, by one multiplication a word: x * 0 is 0 or NaN.
 template <class Element>
 class NonfiniteSearch {
  public:

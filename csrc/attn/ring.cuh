@@ -1,13 +1,14 @@
 // Rings of shared-memory buffers between a producer and consumers.
 //
 // Each buffer has two mbarriers, `full` and `empty`. Use number n of the ring takes buffer n modulo
-// kStages. The producer waits for `empty` of the use before it, fills the buffer, completes `full`;
-// a consumer waits for `full`, reads, arrives on `empty`.
+// kStages. The producer waits for `empty` of the buffer's last use, fills the buffer and completes
+// `full`. A consumer waits for `full`, reads and arrives on `empty`.
 //
 // Invariant: who waits on a barrier waits for each of its phases, in order. A parity wait cannot
-// tell a phase from the one two before it: whoever leaves one out may pass the next wait at once,
-// and read a buffer before it is filled. So a consumer that has no use for a buffer waits for
-// `full` all the same before it releases the buffer. tests/test_ring_model.py explores the states.
+// distinguish a phase from the phase two before it. A consumer that skips a phase may pass its next
+// wait at once, and read a buffer before it is filled. So a consumer that does not need a buffer
+// also waits for `full` before it releases the buffer. tests/test_ring_model.py explores the
+// states.
 #pragma once
 
 namespace attnscope {

@@ -15,7 +15,7 @@ constexpr double kWideCap = 256.0;
 enum ScoreTransform : int { kNoTransform, kScale, kCap, kCapWide };
 
 // Plain path: P = 2^(s * scale_log2 - max). With softcap, or a scale that is not positive (whose
-// maximum is not that of the raw scores), the scores are made final first: transform.
+// maximum is not the raw scores' maximum), the scores are made final first: transform.
 struct ScoreScales {
   ScoreTransform transform;
   float factor;   // of the raw scores: the scale, or for kCap 2 log2(e) scale / softcap

@@ -1,4 +1,4 @@
-// Tensor maps: what TMA is given in place of a pointer. PTX ISA 5.5.2.
+// Tensor maps: TMA's descriptors of tensors in global memory. PTX ISA 5.5.2.
 #pragma once
 
 #include <cuda.h>

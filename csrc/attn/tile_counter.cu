@@ -9,7 +9,7 @@ namespace {
 
 using StreamKey = std::pair<int, unsigned long long>;  // device and stream id
 
-// Allocates a counter at zero. A side stream, so that no other work is waited for.
+// Allocates a counter and sets it to zero, on a side stream: it waits for no other work.
 cudaError_t allocate(TileCounter** counter) {
   void* memory = nullptr;
   cudaStream_t side = nullptr;

@@ -10,12 +10,12 @@ struct TileCounter {
   int finished;  // blocks that took their last
 };
 
-// The counter of a stream: zero, and used by no kernel in flight but the next launch on `stream`.
-// The kernel leaves it at zero, so that no launch needs a memset.
+// The counter of a stream, at zero. Only launches on `stream` use it, one after the other. The
+// kernel leaves it at zero, so that no launch needs a memset.
 //
-// Null for a launch under graph capture, and the launch then takes its tiles in a fixed order: the
-// graph may be instantiated twice, or cloned into another one, and both may run at the same time
-// with one set of launch parameters.
+// Null under graph capture: the launch then takes its tiles in a fixed order. A graph may be
+// instantiated twice, or cloned into another graph, and both may run at the same time with one set
+// of launch parameters.
 cudaError_t tile_counter(int device, cudaStream_t stream, TileCounter** counter);
 
 }  // namespace attnscope

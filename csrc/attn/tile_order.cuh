@@ -7,14 +7,14 @@ struct TileOrder {
   int m_blocks;
   int heads;    // batch * heads_q, the query heads of a batch entry side by side
   int section;  // heads whose tiles are taken together
-  int last;     // the last so many heads are a section of their own; 0 unless section is 1
+  int last;     // heads at the end that are a section of their own; 0 unless section is 1
 
   long long tiles() const { return static_cast<long long>(m_blocks) * heads; }
 };
 
-// One head after the other keeps its K and V in L2. Under a causal mask the last tiles of a head
-// cost the most: taken first, across as many heads as fit in L2 together, they leave the short
-// tiles to even out the end (longest processing time first).
+// Heads come one after the other, so that a head's K and V stay in L2. Under a causal mask the last
+// tiles of a head cost the most. They come first, across as many heads as fit in L2 together: the
+// short tiles then balance the end (longest processing time first).
 inline TileOrder tile_order(int m_blocks, int batch, int heads_q, int heads_kv,
                             long long kv_bytes_per_head, bool longest_first) {
   constexpr long long kL2Share = 32 << 20;  // of 40 to 60 MB

@@ -1,11 +1,11 @@
-// Marks that the roles of a kernel leave in global memory: when each state began. Only with
-// -DATTNSCOPE_TIMELINE; else every call is empty.
+// Marks that the roles of a kernel write to global memory: when each state began. Only with
+// -DATTNSCOPE_TIMELINE; otherwise every call is empty.
 //
 // Layout    uint32 words in rows of 16. Each block has one row of its own, then for each lane (a
 //           role) one end row, tile_rows + 1 rows for its tiles and step_rows + 1 for its steps.
-// Marks     every mark has its place: the lane, the count of the tile or step, the word. Nothing is
-//           counted or waited for; a mark is a clock reading and a store. A word of 0 is no mark.
-// Overflow  rows past the capacity go to the spare last row; the end row says how many there were.
+// Marks     the lane, the number of the tile or step, and the word address a mark. A mark is a
+//           clock reading and a store, without atomics or waits. A word of 0 is no mark.
+// Overflow  rows past the capacity go to the spare last row; the end row counts all rows.
 // Reader    python/attnscope/timeline/recording.py.
 #pragma once
 
@@ -28,7 +28,7 @@ struct TimelineBuffer {
 
 __constant__ TimelineBuffer g_timeline;
 
-// The marks of one lane, by the one thread for which `elected` is true.
+// The marks of one lane. Only the thread whose `elected` is true writes.
 class Timeline {
  public:
   __device__ __forceinline__ Timeline(int lane, bool elected) : elected_(elected) {
@@ -54,7 +54,7 @@ class Timeline {
     put(first_row_, 6, steps);
     put_clocks(first_row_);
   }
-  // The block begins: called before its roles part, so that no mark is earlier.
+  // The block begins. Called before the roles diverge, so that no mark is earlier.
   static __device__ __forceinline__ void begin(bool elected) {
     const Timeline timeline(0, elected);
     timeline.put(timeline.first_row_ - 1, 5, 1);

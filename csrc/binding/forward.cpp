@@ -19,16 +19,23 @@ void check_scores(const ForwardOptions& o) {
   }
 }
 
-void check_windows(const ForwardOptions& o) {
-  STD_TORCH_CHECK(o.window_left >= -1, "window_left must be >= -1, got ", o.window_left);
-  STD_TORCH_CHECK(o.window_right >= -1, "window_right must be >= -1, got ", o.window_right);
+}  // namespace
+
+void check_window(int64_t left, int64_t right) {
+  STD_TORCH_CHECK(left >= -1, "window_left must be >= -1, got ", left);
+  STD_TORCH_CHECK(right >= -1, "window_right must be >= -1, got ", right);
 }
 
-}  // namespace
+void set_window(ForwardParams& p, bool causal, int64_t left, int64_t right) {
+  const int64_t unbounded = int64_t{p.seqlen_q} + p.seqlen_k;
+  p.window_left = left >= unbounded ? -1 : static_cast<int>(left);
+  p.window_right = right >= unbounded ? -1 : static_cast<int>(right);
+  if (causal) p.window_right = 0;
+}
 
 ForwardCall prepare_forward(const AttentionTensors& t, const ForwardOptions& o) {
   const AttentionSizes s = check_attention(t, o.max_seqlen_q, o.max_seqlen_k);
-  check_windows(o);
+  check_window(o.window_left, o.window_right);
   check_scores(o);
   const DType dtype = to_dtype(t.q.scalar_type());
 
@@ -70,12 +77,7 @@ ForwardCall prepare_forward(const AttentionTensors& t, const ForwardOptions& o) 
   p.dtype = dtype;
   p.scale = o.scale;
   p.softcap = o.softcap;
-  // A bound that reaches past every key is no bound.
-  const auto bound = [&](int64_t window) {
-    return static_cast<int>(window >= s.seqlen_q + s.seqlen_k ? -1 : window);
-  };
-  p.window_left = bound(o.window_left);
-  p.window_right = o.causal ? 0 : bound(o.window_right);
+  set_window(p, o.causal, o.window_left, o.window_right);
   return call;
 }
 

@@ -1,5 +1,5 @@
-// From the arguments of attnscope::forward to ForwardParams: what the CPU and the CUDA
-// implementation share.
+// From the arguments of attnscope::forward to ForwardParams, for the CPU and the CUDA
+// implementation.
 #pragma once
 
 #include <tuple>
@@ -30,9 +30,16 @@ struct ForwardCall {
 // Checks everything that does not depend on the device, then allocates the outputs.
 ForwardCall prepare_forward(const AttentionTensors& tensors, const ForwardOptions& options);
 
+// Throws unless both bounds are -1 or more.
+void check_window(int64_t left, int64_t right);
+
+// Sets the window of `p`, whose lengths are set. A causal mask bounds it at 0 on the right; a bound
+// that reaches past every key is dropped.
+void set_window(ForwardParams& p, bool causal, int64_t left, int64_t right);
+
 using ForwardResult = std::tuple<Tensor, Tensor>;
 
-// The op as TORCH_BOX wants it, around an implementation of one device.
+// The op in the form that TORCH_BOX takes, around one device's implementation.
 template <ForwardResult (*kImplementation)(const AttentionTensors&, const ForwardOptions&)>
 ForwardResult forward_op(const Tensor& q, const Tensor& k, const Tensor& v,
                          const std::optional<Tensor>& cu_seqlens_q,

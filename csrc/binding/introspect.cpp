@@ -1,31 +1,222 @@
-// attnscope::kernels: the tile tables compiled into this build, as JSON.
+// attnscope::kernels and attnscope::choose_forward: the tile tables compiled into this build, and
+// which row serves a call, as JSON. Neither needs a device.
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
 #include <sstream>
 #include <string>
+#include <type_traits>
 
+#include "attn/score_scales.h"
+#include "binding/forward.h"
 #include "kernels/sm80_forward/config.cuh"
 #include "kernels/sm90_forward/config.cuh"
 
 namespace attnscope::binding {
 namespace {
 
-template <class Tile>
-void append(std::ostringstream& json, const char* kernel, const Tile& t) {
-  json << (json.tellp() > 1 ? ", " : "") << "{\"kernel\": \"" << kernel
-       << "\", \"head_dim\": " << t.head_dim << ", \"block_m\": " << t.block_m
-       << ", \"block_n\": " << t.block_n << ", \"threads\": " << t.threads()
-       << ", \"stages\": " << t.stages << ", \"shared_bytes\": " << t.shared_bytes()
-       << ", \"blocks_per_sm\": " << t.blocks_per_sm << ", \"reason\": \"" << t.reason << "\"}";
+// A JSON object, field by field. Strings must need no escapes; a null pointer is null.
+class JsonObject {
+ public:
+  template <class Value>
+  JsonObject& add(const char* name, const Value& value) {
+    json_ << (json_.tellp() > 0 ? ", " : "") << '"' << name << "\": ";
+    if constexpr (std::is_same_v<Value, bool>) {
+      json_ << (value ? "true" : "false");
+    } else if constexpr (std::is_integral_v<Value>) {
+      json_ << value;
+    } else if constexpr (std::is_same_v<Value, JsonObject>) {
+      json_ << value.text();
+    } else {
+      const char* const text = value;
+      if (text == nullptr) {
+        json_ << "null";
+      } else {
+        json_ << '"' << text << '"';
+      }
+    }
+    return *this;
+  }
+  // A bound on queries: null where there is none.
+  JsonObject& add_bound(const char* name, int queries) {
+    if (queries == sm90::kAnyQueries) return add(name, static_cast<const char*>(nullptr));
+    return add(name, queries);
+  }
+  std::string text() const { return "{" + json_.str() + "}"; }
+
+ private:
+  std::ostringstream json_;
+};
+
+JsonObject describe(const sm80::ForwardTile& t) {
+  JsonObject json;
+  json.add("kernel", "sm80_forward")
+      .add("head_dim", t.head_dim)
+      .add("block_m", t.block_m)
+      .add("block_n", t.block_n)
+      .add("heads_per_tile", 1)
+      .add("warps", t.warps)
+      .add("threads", t.threads())
+      .add("stages", t.stages)
+      .add("q_in_registers", t.q_in_registers)
+      .add("shared_bytes", t.shared_bytes())
+      .add("blocks_per_sm", t.blocks_per_sm)
+      .add("reason", t.reason);
+  return json;
+}
+
+JsonObject describe(const sm90::ForwardTile& t) {
+  JsonObject json;
+  json.add("kernel", "sm90_forward")
+      .add("head_dim", t.head_dim)
+      .add("block_m", t.block_m)
+      .add("block_n", t.block_n)
+      .add("heads_per_tile", t.heads_per_tile)
+      .add("consumers", t.consumers())
+      .add("threads", t.threads())
+      .add("q_stages", t.q_stages)
+      .add("stages", t.stages)
+      .add("scores_live", t.scores_live)
+      .add("producer_registers", t.producer_registers())
+      .add("consumer_registers", t.consumer_registers())
+      .add("shared_bytes", t.shared_bytes())
+      .add("blocks_per_sm", t.blocks_per_sm)
+      .add("min_queries", t.min_queries)
+      .add_bound("max_queries", t.max_queries)
+      .add_bound("max_queries_causal", t.max_queries_causal)
+      .add("groups_heads", &t == &sm90::kForwardTiles[sm90::grouped_tile(t.head_dim)])
+      .add("reason", t.reason);
+  return json;
 }
 
 std::string kernels() {
-  std::ostringstream json;
-  json << "[";
-  for (const auto& t : sm80::kForwardTiles) append(json, "sm80_forward", t);
-  for (const auto& t : sm90::kForwardTiles) append(json, "sm90_forward", t);
-  json << "]";
-  return json.str();
+  std::string json;
+  const auto append = [&](const JsonObject& row) {
+    json += (json.empty() ? "" : ", ") + row.text();
+  };
+  for (const auto& t : sm80::kForwardTiles) append(describe(t));
+  for (const auto& t : sm90::kForwardTiles) append(describe(t));
+  return "[" + json + "]";
+}
+
+constexpr int64_t kMaxSms = 65535;
+
+struct Device {
+  int64_t sms;
+  int64_t capability;
+};
+
+void check(const AttentionSizes& s, const Device& device) {
+  for (const int64_t d : {s.head_dim, s.head_dim_v}) {
+    STD_TORCH_CHECK(d >= 8 && d <= kMaxHeadDim && d % 8 == 0,
+                    "head_dim must be a multiple of 8 up to ", kMaxHeadDim, ", got ", d);
+  }
+  STD_TORCH_CHECK(s.batch >= 0 && s.batch <= kIntMax, "batch must be 0 to ", kIntMax, ", got ",
+                  s.batch);
+  for (const int64_t length : {s.seqlen_q, s.seqlen_k}) {
+    STD_TORCH_CHECK(length >= 0 && length <= kMaxRows, "seqlen_q, seqlen_k must be 0 to ", kMaxRows,
+                    ", got ", length);
+  }
+  STD_TORCH_CHECK(s.heads_kv > 0 && s.heads_q > 0 && s.heads_q % s.heads_kv == 0,
+                  "heads_q must be a multiple of heads_kv, got ", s.heads_q, " and ", s.heads_kv);
+  STD_TORCH_CHECK(device.sms >= 1 && device.sms <= kMaxSms, "sms must be 1 to ", kMaxSms, ", got ",
+                  device.sms);
+  STD_TORCH_CHECK(device.capability >= 80, "capability must be >= 80 (10 * major + minor), got ",
+                  device.capability);
+  check_sizes(s);
+}
+
+// What both kernels report of a call: tiles, blocks of the grid, and waves of blocks over the
+// device. A packed batch may have fewer tiles.
+void add_counts(JsonObject& json, long long tiles, long long blocks, int64_t resident) {
+  json.add("tiles", tiles)
+      .add("blocks", blocks)
+      .add("resident_blocks", resident)
+      .add("waves", (tiles + resident - 1) / resident);
+}
+
+std::string choose_sm90(const ForwardParams& p, bool packed, const Device& device) {
+  const int sms = static_cast<int>(device.sms);
+  const bool causal = sm90::is_causal(p);
+  const int head_dim = std::max(p.head_dim, p.head_dim_v);
+  const sm90::ForwardChoice choice = sm90::choose_forward(head_dim, p.seqlen_q, p.heads_q,
+                                                          p.heads_kv, p.batch, causal, packed, sms);
+  const sm90::ForwardTile& t = sm90::kForwardTiles[choice.row];
+  const int first =
+      sm90::first_tile(sm90::tile_head_dim(head_dim), p.seqlen_q, p.heads_q, causal, packed);
+  const long long tiles = sm90::tile_count(t, choice.grouping, p.seqlen_q, p.heads_q, p.batch);
+  const int64_t resident = t.blocks_per_sm * device.sms;
+  JsonObject json;
+  json.add("kernel", "sm90_forward")
+      .add("tile", describe(t))
+      .add("rule", choice.grouping > 0   ? "grouped heads"
+                   : choice.row == first ? "first row whose bounds include the call"
+                                         : "fewest rows on the busiest SM")
+      .add("heads_side_by_side", 1 << choice.grouping)
+      .add("causal", causal)
+      .add("not_sm90", static_cast<const char*>(nullptr));
+  add_counts(json, tiles, std::min<long long>(tiles, resident), resident);
+  return json.text();
+}
+
+// Why the Hopper kernel does not serve a call whose tensors it can address; empty if it does.
+std::string unsupported_sm90(const ForwardParams& p, const Device& device) {
+  if (device.capability / 10 != 9) {
+    return "the device has compute capability " + std::to_string(device.capability / 10) + "." +
+           std::to_string(device.capability % 10) + "; the Hopper kernel needs 9.0";
+  }
+  return p.softcap >= kWideCap ? "softcap is 256 or more" : "";
+}
+
+std::string choose_sm80(const ForwardParams& p, bool packed, const Device& device,
+                        const std::string& not_sm90) {
+  const sm80::ForwardTile& t =
+      sm80::kForwardTiles[sm80::forward_row(std::max(p.head_dim, p.head_dim_v))];
+  const long long heads = static_cast<long long>(p.batch) * p.heads_q;
+  const long long tiles = (p.seqlen_q + t.block_m - 1LL) / t.block_m * heads;
+  JsonObject json;
+  json.add("kernel", "sm80_forward")
+      .add("tile", describe(t))
+      .add("rule", "the row of the head dim")
+      .add("heads_side_by_side", 1)
+      .add("causal", sm90::is_causal(p))
+      .add("not_sm90", not_sm90.c_str());
+  // A packed call has one more block a head: it clears rows that no tile covers.
+  add_counts(json, tiles, tiles + (packed ? p.heads_q : 0), t.blocks_per_sm * device.sms);
+  return json.text();
+}
+
+std::string choose_forward(int64_t head_dim, int64_t head_dim_v, int64_t seqlen_q, int64_t seqlen_k,
+                           int64_t batch, int64_t heads_q, int64_t heads_kv, bool causal,
+                           int64_t window_left, int64_t window_right, bool packed, double softcap,
+                           int64_t sms, int64_t capability) {
+  AttentionSizes s{};
+  s.packed = packed;
+  s.batch = batch;
+  s.seqlen_q = seqlen_q;
+  s.seqlen_k = seqlen_k;
+  s.heads_q = heads_q;
+  s.heads_kv = heads_kv;
+  s.head_dim = head_dim;
+  s.head_dim_v = head_dim_v;
+  const Device device{sms, capability};
+  check(s, device);
+  check_window(window_left, window_right);
+  STD_TORCH_CHECK(softcap >= 0, "softcap must be >= 0 (0: none), got ", softcap);
+  check_float32(softcap, "softcap");
+  ForwardParams p{};
+  p.batch = static_cast<int>(batch);
+  p.seqlen_q = static_cast<int>(seqlen_q);
+  p.seqlen_k = static_cast<int>(seqlen_k);
+  p.heads_q = static_cast<int>(heads_q);
+  p.heads_kv = static_cast<int>(heads_kv);
+  p.head_dim = static_cast<int>(head_dim);
+  p.head_dim_v = static_cast<int>(head_dim_v);
+  p.softcap = softcap;
+  set_window(p, causal, window_left, window_right);
+  const std::string not_sm90 = unsupported_sm90(p, device);
+  return not_sm90.empty() ? choose_sm90(p, packed, device)
+                          : choose_sm80(p, packed, device, not_sm90);
 }
 
 }  // namespace
@@ -33,4 +224,5 @@ std::string kernels() {
 
 STABLE_TORCH_LIBRARY_IMPL(attnscope, CompositeExplicitAutograd, m) {
   m.impl("kernels", TORCH_BOX(&attnscope::binding::kernels));
+  m.impl("choose_forward", TORCH_BOX(&attnscope::binding::choose_forward));
 }

@@ -13,7 +13,7 @@
 
 namespace attnscope::binding {
 
-// The Python side (attnscope.ranges) names the same strings; a test holds them together.
+// The Python side (attnscope.ranges) names the same strings; a test compares the two.
 enum class Range : int { kForward, kCopy };
 constexpr const char* kRangeNames[] = {"attnscope::forward", "attnscope::copy"};
 inline constexpr const char* kNvtxDomain = "attnscope";
@@ -23,7 +23,7 @@ struct NvtxDomain {
   static constexpr const char* name = kNvtxDomain;
 };
 
-// A push/pop range around an op call; the payload is a size the reader can tell calls apart by.
+// A push/pop range around an op call; the payload is a size, which distinguishes calls.
 class NvtxRange {
  public:
   explicit NvtxRange(Range range, int64_t payload = 0)

@@ -61,7 +61,9 @@ void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v, int64_t ran
                   ", got ", k_sizes[0]);
 }
 
-// Every product that a kernel takes in 32 bits fits. Divisions keep the test itself from overflow.
+}  // namespace
+
+// Divisions keep the test itself from overflow.
 void check_sizes(const AttentionSizes& s) {
   STD_TORCH_CHECK(s.batch == 0 || s.heads_q <= kIntMax / s.batch,
                   "batch * heads_q must be <= ", kIntMax, ", got ", s.batch, " * ", s.heads_q);
@@ -75,8 +77,6 @@ void check_sizes(const AttentionSizes& s) {
   STD_TORCH_CHECK(tiles <= kMaxTiles / s.heads_q, "query tiles (", kMinTileRows,
                   " rows of a head) must be <= ", kMaxTiles, ", got ", tiles, " * ", s.heads_q);
 }
-
-}  // namespace
 
 AttentionSizes check_attention(const AttentionTensors& t, int64_t max_seqlen_q,
                                int64_t max_seqlen_k) {

@@ -1,5 +1,5 @@
-// What every op of the binding does with tensors: checks, strides, allocation. An op checks its
-// arguments here, once; the Python side only explains a refusal (attnscope.argument_checks).
+// Tensors in the binding: checks, strides, allocation. An op checks its arguments here, once; the
+// Python side only explains a refusal (attnscope.argument_checks).
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -44,10 +44,13 @@ struct AttentionSizes {
   int64_t head_dim, head_dim_v;
 };
 
-// Throws unless dtypes, devices, shapes and lengths are those of an attention call, small enough
-// for the 32-bit indices of the kernels.
+// Throws unless dtypes, devices, shapes and lengths fit together as an attention call, and fit the
+// kernels' 32-bit indices.
 AttentionSizes check_attention(const AttentionTensors& tensors, int64_t max_seqlen_q,
                                int64_t max_seqlen_k);
+
+// Throws unless every product that a kernel computes in 32 bits fits. heads_q must be > 0.
+void check_sizes(const AttentionSizes& sizes);
 
 // Throws unless 0 or a normal float32 number.
 void check_float32(double value, const char* rule);

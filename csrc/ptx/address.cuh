@@ -1,4 +1,4 @@
-// Addresses in shared memory as PTX instructions take them, and a load by one. PTX ISA 9.7.9.
+// Shared-memory addresses for PTX instructions, and a load through one. PTX ISA 9.7.9.
 #pragma once
 
 #include <cstdint>

@@ -5,7 +5,7 @@
 
 namespace attnscope::ptx {
 
-// 16 bytes, past L1.
+// 16 bytes, bypassing L1.
 __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }

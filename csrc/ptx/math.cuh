@@ -29,7 +29,7 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   return y;
 }
 
-// value << count; 0 from a count of 32 on. PTX ISA shl.
+// value << count; 0 for a count of 32 or more. PTX ISA shl.
 __device__ __forceinline__ uint32_t shift_left(uint32_t value, uint32_t count) {
   uint32_t r;
   asm("shl.b32 %0, %1, %2;" : "=r"(r) : "r"(value), "r"(count));

@@ -36,7 +36,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, int 
 }
 
 // Waits for the phase of the given parity to complete. The time hint lets the hardware park the
-// warp: without it a waiting warp polls, and takes issue slots from the ones that work.
+// warp: without it a waiting warp polls, and takes issue slots from working warps.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity) {
   asm volatile(
       "{\n"

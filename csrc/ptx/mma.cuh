@@ -8,7 +8,8 @@
 
 namespace attnscope::ptx {
 
-// d += a * b with a [16, 16] row-major, b [16, 8] column-major, d [16, 8] in fp32, 4 a thread.
+// d += a * b with a [16, 16] row-major, b [16, 8] column-major, d [16, 8] in fp32, 4 floats a
+// thread.
 template <class Element>
 __device__ __forceinline__ void mma_m16n8k16(float* d, const uint32_t (&a)[4], uint32_t b0,
                                              uint32_t b1);

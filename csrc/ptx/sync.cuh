@@ -20,29 +20,29 @@ __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// The same for global memory, in both directions.
+// Orders accesses to global memory between ordinary instructions and TMA, in both directions.
 __device__ __forceinline__ void fence_proxy_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// The thread's number in its warp, read anew at each call: what is computed from it is not kept in
-// registers from one use to the next.
+// The lane id, read again at each call: the compiler then keeps no value derived from it in
+// registers between uses.
 __device__ __forceinline__ int lane() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   return lane;
 }
 
-// A value that all lanes of the warp hold alike, brought into a uniform register: what is computed
-// from it (loop bounds, descriptors) stays on the uniform datapath. PTX ISA 9.7.13.9, sm_80.
+// Moves a warp-uniform value into a uniform register. Values computed from it (loop bounds,
+// descriptors) stay on the uniform datapath. PTX ISA 9.7.13.9, sm_80.
 __device__ __forceinline__ int uniform(int value) {
   int result;
   asm volatile("redux.sync.or.b32 %0, %1, 0xffffffff;" : "=r"(result) : "r"(value));
   return result;
 }
 
-// One thread's atomic addition; returns the value before. (The compiler's own atomicAdd gathers the
-// additions of a warp first, at a cost in registers.) PTX ISA 9.7.13.5.
+// One thread's atomic addition; returns the value before. CUDA's atomicAdd aggregates over the warp
+// first, which costs registers. PTX ISA 9.7.13.5.
 __device__ __forceinline__ int atomic_add(int* global, int value) {
   int before;
   asm volatile("atom.global.add.s32 %0, [%1], %2;"

@@ -5,8 +5,7 @@
 
 namespace attnscope::ptx {
 
-// L2 eviction policies as TMA takes them: the encodings createpolicy gives for the
-// whole access.
+// L2 eviction policies: the encodings that createpolicy returns for a whole access.
 enum class CachePolicy : uint64_t {
   kEvictFirst = 0x12F0000000000000,
   kEvictLast = 0x14F0000000000000,
@@ -16,7 +15,7 @@ __device__ __forceinline__ void prefetch_tensor_map(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// A box at coordinates (x, y, z, w), innermost first; its bytes are counted on `barrier`.
+// Loads the box at coordinates (x, y, z, w), innermost first; `barrier` counts its bytes.
 __device__ __forceinline__ void tma_load_4d(uint32_t shared, const void* map, uint32_t barrier,
                                             CachePolicy policy, int x, int y, int z, int w) {
   asm volatile(
@@ -36,8 +35,7 @@ __device__ __forceinline__ void tma_load_5d(uint32_t shared, const void* map, ui
       : "memory");
 }
 
-// A box of shared memory to the coordinates, clipped to the tensor. The thread that copies waits:
-// for its groups, all but the last kPending, to have been read.
+// Stores a box of shared memory at the coordinates, clipped to the tensor.
 __device__ __forceinline__ void tma_store_5d(const void* map, uint32_t shared, int x, int y, int z,
                                              int w, int u) {
   asm volatile(
@@ -51,12 +49,13 @@ __device__ __forceinline__ void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
+// Waits until all but this thread's last kPending groups of stores are read from shared memory.
 template <int kPending>
 __device__ __forceinline__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// As tma_store_wait_read, until the copies are written.
+// Waits until all but this thread's last kPending groups of stores are written.
 template <int kPending>
 __device__ __forceinline__ void tma_store_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");

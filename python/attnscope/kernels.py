@@ -1,9 +1,9 @@
-"""What every CUDA kernel of this build uses, and how many of its warps fit on an SM."""
+"""The tiles of every CUDA kernel: what each uses, and which one serves a call."""
 
 import json
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich import box
@@ -11,6 +11,34 @@ from rich.table import Table
 
 from attnscope.common.console import console, say
 from attnscope.common.hardware.occupancy import sm_of_arch, theoretical_occupancy
+from attnscope.common.options import bad_input
+
+TOKENS, HIDDEN = 16384, 2048  # batch and heads follow from these where they are left out
+ARCHITECTURES = {"sm80": (80, 108), "sm90": (90, 132)}  # compute capability and SMs: A100, H100
+
+# The columns of a tile, in the field's words.
+COLUMNS = {
+    "head_dim": "head dim of the tile; smaller head dims are filled with zeros",
+    "block_m": "query rows of a head in a tile",
+    "block_n": "keys of one step",
+    "heads_per_tile": "heads of a tile, each with its own query rows, K and V",
+    "consumers": "consumer warpgroups, 64 query rows each",
+    "warps": "warps of a thread block",
+    "threads": "threads of a thread block",
+    "q_stages": "buffers for Q; with 2, the next tile's Q is loaded ahead",
+    "stages": "buffers for K, and as many for V",
+    "scores_live": "S stays in registers through the softmax; if not, a new row max recomputes S",
+    "q_in_registers": "Q stays in registers for the whole tile; if not, each step reads it again",
+    "producer_registers": "registers of a thread of the producer warpgroup",
+    "consumer_registers": "registers of a thread of a consumer warpgroup",
+    "shared_bytes": "dynamic shared memory of a thread block, in bytes",
+    "blocks_per_sm": "thread blocks resident on an SM",
+    "min_queries": "serves calls with more queries than this",
+    "max_queries": "serves calls with at most this many queries, unless causal",
+    "max_queries_causal": "serves causal calls with at most this many queries",
+    "groups_heads": "serves calls whose heads of a group share a tile",
+    "reason": "why this tile: TFLOP/s, or speed over the best peer, on an H200",
+}
 
 
 def symbol_matches(symbol: str, tile: dict[str, Any]) -> bool:
@@ -65,17 +93,42 @@ def kernel_rows() -> list[dict[str, Any]]:
     return join(json.loads(torch.ops.attnscope.kernels()), build_report()["kernels"])
 
 
+def queries_served(tile: dict[str, Any]) -> str:
+    """The numbers of queries whose calls a tile serves: "any", "65-128" or "257+"."""
+    most, most_causal = tile.get("max_queries"), tile.get("max_queries_causal")
+    least = tile.get("min_queries") or 0
+
+    def bounds(most: int | None) -> str:
+        if most is None:
+            return f"{least + 1}+" if least else "any"
+        return f"{least + 1}-{most}"
+
+    return bounds(most) + (f", causal -{most_causal}" if most_causal != most else "")
+
+
+def tile_size(tile: dict[str, Any]) -> str:
+    """Query rows by keys, behind the number of heads where a tile has several: "2 x 128x64"."""
+    size = f"{tile['block_m']}x{tile['block_n']}"
+    return size if tile.get("heads_per_tile", 1) == 1 else f"{tile['heads_per_tile']} x {size}"
+
+
 def kernels_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """The tiles as a table, with the stages of Q and of K and V as "2/3"."""
     table = Table(box=box.SIMPLE_HEAD, title="CUDA kernels: worst instance of each tile")
     table.add_column("kernel", no_wrap=True)
     table.add_column("arch", no_wrap=True)
-    for name in ("head dim", "tile", "threads", "stages", "regs", "spills", "smem KiB", "warps/SM"):
+    for name in ("head dim", "heads x tile"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("queries", justify="right", max_width=12)
+    for name in ("threads", "stages", "S kept", "regs", "spills", "smem KiB", "warps/SM"):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("limited by", "why this tile"):
         table.add_column(name)
     for row in rows:
-        tile = [str(row["head_dim"]), f"{row['block_m']}x{row['block_n']}"]
-        tile += [str(row["threads"]), str(row["stages"])]
+        stages = f"{row['q_stages']}/{row['stages']}" if "q_stages" in row else str(row["stages"])
+        kept = {True: "yes", False: "no", None: "-"}[row.get("scores_live")]
+        tile = [str(row["head_dim"]), tile_size(row), queries_served(row), str(row["threads"])]
+        tile += [stages, kept]
         if row["missing"]:
             table.add_row(row["kernel"], "-", *tile, *["-"] * 4, row["missing"], row["reason"])
             continue
@@ -86,15 +139,204 @@ def kernels_table(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
+class Call(NamedTuple):
+    """Sizes of a call of `attnscope::forward`, and the device that it runs on.
+
+    Attributes:
+        seqlen_q, seqlen_k: queries and keys; of a packed batch, the longest.
+        window: keys to the left and to the right of the diagonal, -1 for all.
+        softcap: 0 for none.
+        sms: streaming multiprocessors of the device.
+        capability: its compute capability, 10 * major + minor.
+    """
+
+    head_dim: int
+    head_dim_v: int
+    seqlen_q: int
+    seqlen_k: int
+    batch: int
+    heads_q: int
+    heads_kv: int
+    causal: bool
+    window: tuple[int, int]
+    packed: bool
+    softcap: float
+    sms: int
+    capability: int
+
+
+def choose_forward(call: Call) -> dict[str, Any]:
+    """Return which kernel and which tile serve a call whose tensors have no stride of zero.
+
+    Keys: `kernel`; `tile`, its row of the table (see `COLUMNS`); `rule`, how the row was chosen;
+    `heads_side_by_side`, the heads of a group in one tile; `causal`, whether later rows see more
+    keys; `not_sm90`, why the Hopper kernel does not serve it, or None; `tiles`, thread `blocks` and
+    `resident_blocks` (on the whole device at a time) and `waves` of them. A packed batch may have
+    fewer tiles and blocks. Raises ValueError for sizes that no call has.
+    """
+    import torch
+
+    options = call._asdict()
+    options["window_left"], options["window_right"] = options.pop("window")
+    try:
+        return json.loads(torch.ops.attnscope.choose_forward(**options))
+    except RuntimeError as error:
+        message = re.sub(r"^\w+, \S+:\d+, ", "", str(error)).splitlines()[0]
+        raise ValueError(message) from None
+
+
+def choice_table(tile: dict[str, Any]) -> Table:
+    """The row of a tile, a line for each column."""
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("column", no_wrap=True)
+    table.add_column("value", justify="right", max_width=60)
+    table.add_column("meaning")
+    for name, meaning in COLUMNS.items():
+        if name in tile:
+            value = tile[name]
+            shown = "any" if value is None else str(value).lower()
+            table.add_row(name, tile[name] if name == "reason" else shown, meaning)
+    return table
+
+
+def print_choice(call: Call, choice: dict[str, Any]) -> None:
+    """Print the tile that serves a call, its row, the reason, and the number of tiles and waves."""
+    tile = choice["tile"]
+    major, minor = divmod(call.capability, 10)
+    say(
+        f"{choice['kernel']}, tile {tile_size(tile)} at head dim {tile['head_dim']}: "
+        f"{choice['rule']}"
+    )
+    if choice["not_sm90"]:
+        say(f"not sm90_forward: {choice['not_sm90']}")
+    console().print(choice_table(tile))
+    at_most = "at most " if call.packed else ""
+    waves = choice["tiles"] / choice["resident_blocks"]
+    rows = tile["block_m"] * tile["heads_per_tile"]
+    heads = choice["heads_side_by_side"]
+    if heads > 1:
+        say(f"{heads} query heads of a key head share a tile: a row is a (query, head) pair")
+    say(
+        f"{at_most}{choice['tiles']:,} tiles of up to {rows} rows, {at_most}{choice['blocks']:,} "
+        f"thread blocks; {call.sms} SMs of compute capability {major}.{minor} keep "
+        f"{choice['resident_blocks']:,}: {at_most}{choice['waves']:,} waves ({waves:.2f})"
+    )
+
+
+def parse_window(text: str) -> tuple[int, int]:
+    """The two bounds of "LEFT,RIGHT". Raises ValueError for anything else."""
+    found = re.fullmatch(r"(-?\d+),(-?\d+)", text)
+    if found is None:
+        raise ValueError(
+            f"window must be LEFT,RIGHT, such as 255,0, got {text!r}. -1 leaves a side unbounded"
+        )
+    return int(found[1]), int(found[2])
+
+
+def device_facts(arch: str | None, sms: int | None) -> tuple[int, int]:
+    """Compute capability (10 * major + minor) and SMs: as given, else the GPU's, else an H100's."""
+    import torch
+
+    if arch is None and torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        capability = 10 * properties.major + properties.minor
+        return capability, properties.multi_processor_count if sms is None else sms
+    arch = "sm90" if arch is None else arch
+    if arch not in ARCHITECTURES:
+        raise ValueError(f"arch must be one of {', '.join(ARCHITECTURES)}, got {arch!r}")
+    capability, usual = ARCHITECTURES[arch]
+    return capability, usual if sms is None else sms
+
+
 def kernels_command(
+    head_dim: Annotated[
+        int | None, typer.Option(help="Show the tile that serves a call with this head dim.")
+    ] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Queries of the call's sequences.")] = None,
+    head_dim_v: Annotated[
+        int | None, typer.Option(help="Head dim of v. Left out: as of q and k.")
+    ] = None,
+    kv_seq_len: Annotated[
+        int | None, typer.Option(help="Keys of the sequences. Left out: as many as queries.")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(help=f"Left out: {TOKENS} tokens, one sequence at least.")
+    ] = None,
+    heads: Annotated[
+        int | None, typer.Option(help=f"Query heads. Left out: {HIDDEN} / head dim.")
+    ] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(help="Key and value heads. Left out: as many as query heads.")
+    ] = None,
+    causal: Annotated[bool, typer.Option("--causal/--no-causal", help="Causal mask.")] = False,
+    window: Annotated[
+        str, typer.Option(help="LEFT,RIGHT: keys around the diagonal; -1 for all of a side.")
+    ] = "-1,-1",
+    packed: Annotated[
+        bool, typer.Option("--packed", help="Packed batch; --seq-len is its longest sequence.")
+    ] = False,
+    softcap: Annotated[float, typer.Option(help="0 for none.")] = 0.0,
+    sms: Annotated[
+        int | None, typer.Option(help="SMs. Left out: of this GPU, or 132 (sm90), 108 (sm80).")
+    ] = None,
+    arch: Annotated[
+        str | None, typer.Option(help="sm80 or sm90. Left out: of this GPU, or sm90.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
-    """Tiles of every CUDA kernel: registers, spills, shared memory, occupancy and its limiter."""
+    """Show the tiles of every CUDA kernel, or the tile that serves a call.
+
+    Without options: registers, spills, shared memory, occupancy and its limiter of each tile. With
+    --head-dim and --seq-len: which tile serves that call, why, and how many tiles and waves it
+    makes; this needs no GPU. Exit code 2: bad input.
+    """
+    with bad_input("kernels"):
+        if head_dim is None and seq_len is None:
+            others = (head_dim_v, kv_seq_len, batch, heads, kv_heads, sms, arch)
+            if (
+                any(o is not None for o in others)
+                or causal
+                or packed
+                or softcap
+                or window != "-1,-1"
+            ):
+                raise ValueError("head-dim, seq-len must be given with these options, got neither")
+            print_kernels(as_json)
+            return
+        if head_dim is None or seq_len is None:
+            raise ValueError("head-dim, seq-len must be given together, got one of them")
+        heads = max(HIDDEN // max(head_dim, 1), 1) if heads is None else heads
+        capability, sms = device_facts(arch, sms)
+        call = Call(
+            head_dim=head_dim,
+            head_dim_v=head_dim if head_dim_v is None else head_dim_v,
+            seqlen_q=seq_len,
+            seqlen_k=seq_len if kv_seq_len is None else kv_seq_len,
+            batch=max(TOKENS // max(seq_len, 1), 1) if batch is None else batch,
+            heads_q=heads,
+            heads_kv=heads if kv_heads is None else kv_heads,
+            causal=causal,
+            window=parse_window(window),
+            packed=packed,
+            softcap=softcap,
+            sms=sms,
+            capability=capability,
+        )
+        choice = choose_forward(call)
+    if as_json:
+        print(json.dumps({"call": call._asdict(), **choice}, indent=1))
+    else:
+        print_choice(call, choice)
+
+
+def print_kernels(as_json: bool) -> None:
+    """Print the tile table of this build, and whether its CUDA library is loaded."""
+    from attnscope._load import library_status
+
     rows = kernel_rows()
     if as_json:
         print(json.dumps(rows, indent=1))
         return
-    from attnscope._load import library_status
-
     console().print(kernels_table(rows))
+    say("The tile that serves a call: attnscope kernels --head-dim 128 --seq-len 1024")
     say(f"_C_cuda: {library_status()['_C_cuda']}")

@@ -40,4 +40,9 @@ FORWARD = _forward_schema(FORWARD_OPTIONS)
 TRITON_FORWARD = _forward_schema(_SHARED_OPTIONS)  # there is one Triton kernel
 
 # What a compiled library must define.
-OPS = {"forward": FORWARD, "kernels": "() -> str"}
+CHOOSE_FORWARD = (
+    "(*, int head_dim, int head_dim_v, int seqlen_q, int seqlen_k, int batch, int heads_q, "
+    "int heads_kv, bool causal, int window_left, int window_right, bool packed, float softcap, "
+    "int sms, int capability) -> str"
+)
+OPS = {"forward": FORWARD, "kernels": "() -> str", "choose_forward": CHOOSE_FORWARD}

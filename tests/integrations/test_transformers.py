@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from attnscope.studies.llama.run import judge
 from torch import Tensor
 
 from attnscope.integrations import transformers as registered
 from attnscope.integrations import transformers_mask
+from attnscope.studies.llama.run import judge
 
 hf = pytest.importorskip("transformers", minversion="5.24")
 masking = pytest.importorskip("transformers.masking_utils")

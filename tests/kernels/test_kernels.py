@@ -1,8 +1,10 @@
 """The kernel table: theoretical occupancy, and tiles joined with what the build measured."""
 
 import json
+import re
 
 import pytest
+import torch
 from typer import Typer
 from typer.testing import CliRunner
 
@@ -53,6 +55,11 @@ def test_occupancy_refuses_what_no_kernel_has(arguments, message):
     with pytest.raises(ValueError, match=message):
         theoretical_occupancy(*numbers, sm_of_arch(arch))
 
+
+BASE = kernels.Call(
+    head_dim=128, head_dim_v=128, seqlen_q=4096, seqlen_k=4096, batch=4, heads_q=16, heads_kv=16,
+    causal=False, window=(-1, -1), packed=False, softcap=0.0, sms=132, capability=90,
+)  # fmt: skip
 
 TILE = {
     "kernel": "sm80_forward",
@@ -134,3 +141,195 @@ def test_the_command_prints_every_tile():
     assert _load.library_status()["_C_cuda"] in shown.output
     rows = json.loads(CliRunner().invoke(app, ["--json"]).output)
     assert [row["kernel"] for row in rows] == [row["kernel"] for row in kernels.kernel_rows()]
+
+
+def test_the_table_shows_the_heads_of_a_tile_and_its_queries():
+    tiles = {t["head_dim"]: [] for t in json.loads(torch.ops.attnscope.kernels())}
+    for tile in json.loads(torch.ops.attnscope.kernels()):
+        if tile["kernel"] == "sm90_forward":
+            tiles[tile["head_dim"]].append((kernels.tile_size(tile), kernels.queries_served(tile)))
+    assert tiles[64] == [
+        ("2 x 128x64", "65-128"), ("256x64", "129-1024, causal -4096"), ("64x64", "1-128"),
+        ("192x128", "any"),
+    ]  # fmt: skip
+    assert tiles[128][0] == ("192x64", "257+")
+    table = kernels.kernels_table(kernels.kernel_rows())
+    assert "2 x 128x64" in list(table.columns[3].cells)
+
+
+def test_every_column_of_every_tile_has_a_meaning():
+    for tile in json.loads(torch.ops.attnscope.kernels()):
+        assert set(tile) - {"kernel"} <= set(kernels.COLUMNS), tile
+        assert tile["shared_bytes"] > 0 and tile["reason"]
+
+
+# What differs from BASE -> (tile, rule, heads side by side, tiles, blocks, waves).
+CHOICES = {
+    "long": ({}, ("192x64", "first row", 1, 4 * 16 * 22, 132, 11)),
+    "few": ({"seqlen_q": 128, "batch": 1}, ("64x64", "fewest rows", 1, 32, 32, 1)),
+    "empty": ({"seqlen_q": 0}, ("64x64", "first row", 1, 0, 0, 0)),
+    "grouped": (
+        {"seqlen_q": 16, "batch": 64, "heads_kv": 4},
+        ("128x64", "grouped", 4, 64 * 4, 132, 2),
+    ),
+    "pairs": (
+        {"head_dim": 64, "head_dim_v": 64, "seqlen_q": 100, "heads_q": 9, "heads_kv": 9}
+        | {"batch": 100},
+        ("2 x 128x64", "first row", 1, 500, 132, 4),
+    ),
+    "packed": (
+        {"head_dim": 64, "head_dim_v": 64, "seqlen_q": 100, "batch": 100, "packed": True},
+        ("64x64", "first row", 1, 3200, 396, 9),
+    ),
+    "wide v": ({"head_dim": 64, "seqlen_q": 8192}, ("192x64", "first row", 1, 64 * 43, 132, 21)),
+    "other head dim": (
+        {"head_dim": 72, "head_dim_v": 72},
+        ("192x64", "first row", 1, 64 * 22, 132, 11),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_tile_that_serves_a_call(name):
+    changes, (size, rule, side_by_side, tiles, blocks, waves) = CHOICES[name]
+    found = kernels.choose_forward(BASE._replace(**changes))
+    assert (found["kernel"], found["not_sm90"]) == ("sm90_forward", None)
+    assert kernels.tile_size(found["tile"]) == size
+    assert found["rule"].startswith(rule)
+    assert found["heads_side_by_side"] == side_by_side
+    assert (found["tiles"], found["blocks"], found["waves"]) == (tiles, blocks, waves)
+
+
+def test_a_causal_call_is_one_without_a_left_bound():
+    """The binding drops bounds past every key, so the choice must do so too."""
+    call = BASE._replace(head_dim=64, head_dim_v=64, seqlen_q=2048, seqlen_k=2048, batch=64)
+    sizes = {
+        (causal, window): kernels.tile_size(
+            kernels.choose_forward(call._replace(causal=causal, window=window))["tile"]
+        )
+        for causal in (False, True)
+        for window in ((-1, -1), (100, -1), (4096, -1), (-1, 0))
+    }
+    is_causal = {key for key, size in sizes.items() if size == "256x64"}
+    assert is_causal == {
+        (True, (-1, -1)), (True, (4096, -1)), (True, (-1, 0)), (False, (-1, 0)),
+    }  # fmt: skip
+
+
+def test_other_devices_have_the_portable_kernel_and_other_sm_counts():
+    portable = kernels.choose_forward(BASE._replace(capability=86, sms=84))
+    assert portable["kernel"] == "sm80_forward" and "8.6; the Hopper" in portable["not_sm90"]
+    assert portable["tile"]["head_dim"] == 128 and portable["resident_blocks"] == 168
+    assert portable["tiles"] == portable["blocks"] == 4 * 16 * 32
+    capped = kernels.choose_forward(BASE._replace(softcap=256.0))
+    assert (capped["kernel"], capped["not_sm90"]) == ("sm80_forward", "softcap is 256 or more")
+    assert kernels.choose_forward(BASE._replace(softcap=50.0))["kernel"] == "sm90_forward"
+    short = BASE._replace(head_dim=64, head_dim_v=64, seqlen_q=512, seqlen_k=512, causal=True)
+    short = short._replace(batch=1, heads_q=32, heads_kv=32)
+    sizes = [
+        kernels.tile_size(kernels.choose_forward(short._replace(sms=sms))["tile"])
+        for sms in (132, 64)
+    ]
+    assert sizes == ["64x64", "256x64"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": 12}, "head_dim must be a multiple of 8 up to 256, got 12"),
+        ({"head_dim_v": 264}, "head_dim must be a multiple of 8 up to 256, got 264"),
+        ({"seqlen_q": -1}, "seqlen_q, seqlen_k must be 0 to 2147482624, got -1"),
+        ({"batch": -1}, "batch must be 0 to 2147483647, got -1"),
+        ({"heads_kv": 3}, "heads_q must be a multiple of heads_kv, got 16 and 3"),
+        ({"heads_kv": 0}, "heads_q must be a multiple of heads_kv, got 16 and 0"),
+        ({"sms": 0}, "sms must be 1 to 65535, got 0"),
+        ({"capability": 75}, "capability must be >= 80"),
+        ({"window": (-2, 0)}, "window_left must be >= -1, got -2"),
+        ({"softcap": -1.0}, "softcap must be >= 0 (0: none), got -1"),
+        ({"softcap": float("nan")}, "softcap must be >= 0"),
+        ({"batch": 1 << 30}, "batch * heads_q must be <= 2147483647, got 1073741824 * 16"),
+    ],
+)
+def test_sizes_that_no_call_has_are_refused(changes, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        kernels.choose_forward(BASE._replace(**changes))
+
+
+def run(*arguments: str):
+    app = Typer()
+    app.command()(kernels.kernels_command)
+    return CliRunner().invoke(app, arguments)
+
+
+def test_the_command_shows_the_tile_of_a_call():
+    options = ("--head-dim", "64", "--seq-len", "128", "--causal", "--arch", "sm90")
+    shown = run(*options)
+    assert shown.exit_code == 0
+    assert shown.output.startswith("sm90_forward, tile 2 x 128x64 at head dim 64: first row")
+    assert re.search(r"heads_per_tile +2 +heads of a tile", shown.output)
+    assert "2,048 tiles of up to 256 rows, 132 thread blocks" in shown.output
+    assert "16 waves (15.52)" in shown.output
+    found = json.loads(run(*options, "--sms", "66", "--json").output)
+    assert (found["call"]["sms"], found["waves"]) == (66, 32)
+    portable = run("--head-dim", "64", "--seq-len", "128", "--arch", "sm80")
+    assert "not sm90_forward: the device has compute capability 8.0" in portable.output
+    assert "108 SMs of compute capability 8.0" in portable.output
+    packed = run("--head-dim", "64", "--seq-len", "128", "--packed", "--arch", "sm90")
+    assert "at most 8,192 tiles" in packed.output
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--head-dim", "64"),
+        ("--seq-len", "64"),
+        ("--causal",),
+        ("--sms", "132"),
+        ("--head-dim", "64", "--seq-len", "64", "--window", "3"),
+        ("--head-dim", "64", "--seq-len", "64", "--arch", "sm70"),
+        ("--head-dim", "60", "--seq-len", "64"),
+    ],
+)
+def test_the_command_refuses_what_is_no_call(options):
+    assert run(*options).exit_code == 2
+
+
+GPU_CALLS = ("long", "few", "grouped", "pairs", "wide v", "other head dim")
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize("name", GPU_CALLS)
+@pytest.mark.parametrize("variant", [80, 90])
+def test_a_launch_is_the_kernel_and_the_grid_of_the_choice(name, variant, tmp_path):
+    sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+    call = BASE._replace(**CHOICES[name][0], sms=sms, capability=variant)
+    q = torch.randn(
+        call.batch, call.seqlen_q, call.heads_q, call.head_dim, device="cuda", dtype=torch.bfloat16
+    )
+    k = torch.randn(
+        call.batch, call.seqlen_k, call.heads_kv, call.head_dim, device="cuda", dtype=torch.bfloat16
+    )
+    v = torch.randn(*k.shape[:3], call.head_dim_v, device="cuda", dtype=torch.bfloat16)
+
+    def launch():
+        torch.ops.attnscope.forward(q, k, v, scale=0.1, causal=call.causal, variant=variant)
+        torch.cuda.synchronize()
+
+    launch()
+    launched = []
+    for attempt in range(3):  # the profiler can miss the first kernels of a process
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            launch()
+        path = tmp_path / f"{attempt}.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+        launched = [e for e in events if e.get("cat") == "kernel" and "attnscope" in e["name"]]
+        if launched:
+            break
+    (kernel,) = launched
+    choice = kernels.choose_forward(call)
+    assert kernels.symbol_matches(kernel["name"], choice["tile"])
+    grid = kernel["args"]["grid"]
+    assert grid[0] * grid[1] * grid[2] == choice["blocks"]
+    assert kernel["args"]["block"] == [choice["tile"]["threads"], 1, 1]

@@ -74,15 +74,9 @@ def visible_blocks(work: Workload, first_row: int, end_row: int, block_n: int) -
     return -(-keys // block_n) if first_row <= last_row else 0
 
 
-def test_the_shapes_are_of_all_tiles(built):
-    kernel = library.Instrumented(built[0])
-    works = [Workload.of(**shape) for shape in SHAPES.values()]
-    tiles = [
-        kernel.tile(
-            work.head_dim, work.seqlen_q, work.batch, work.heads_q, work.heads_kv, work.causal
-        )
-        for work in works
-    ]
+def test_the_shapes_are_of_all_tiles():
+    sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+    tiles = [library.tile_of(Workload.of(**shape), sms) for shape in SHAPES.values()]
     names = ("head_dim", "block_m", "block_n")
     normal = [t for t in json.loads(torch.ops.attnscope.kernels()) if t["kernel"] == "sm90_forward"]
     assert {tuple(t[n] for n in names) for t in tiles} == {
@@ -168,7 +162,11 @@ def test_the_instrumented_kernel_matches_the_reference(built):
     kernel = library.Instrumented(built[0])
     words = torch.zeros(1 << 22, dtype=torch.int32, device="cuda")
     kernel.attach(words, CONSUMER + 3, 16, 64)
-    assert_matches(*kernel.forward(q, k, v, True), q, k, v, causal=True)
+    sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+    tile = library.tile_of(work, sms)
+    assert_matches(*kernel.forward(q, k, v, True, tile), q, k, v, causal=True)
+    with pytest.raises(RuntimeError, match="choose another tile than the installed build"):
+        kernel.forward(q, k, v, True, tile | {"consumers": tile["consumers"] + 1})
 
 
 def test_what_passes_the_capacity_is_lost_and_said(monkeypatch):

@@ -3,6 +3,8 @@
 
 #include <climits>
 
+#include "attn/params.h"
+
 namespace attnscope::sm90 {
 
 struct ForwardTile {
@@ -25,7 +27,7 @@ struct ForwardTile {
   // Column blocks of O on the way out.
   constexpr int out_stages() const { return columns() > 64 ? 2 : 1; }
   constexpr int threads() const { return 128 * (consumers() + 1); }
-  // Registers of a thread: what the producer warpgroup can spare goes to the consumers.
+  // Registers of a thread. The producer warpgroup gives registers up to the consumers.
   constexpr int producer_registers() const { return consumers() == 2 ? 24 : 32; }
   constexpr int consumer_registers() const {
     const int launched = 65536 / (blocks_per_sm * threads()) / 8 * 8;
@@ -73,9 +75,9 @@ inline constexpr int kMaxConsumers = 4;
 inline constexpr int kPrefetchKeys = 256;   // calls with at most this many keys prefetch tiles
 inline constexpr int kGroupedQueries = 64;  // calls with at most this many queries may group heads
 
-// The base-2 logarithm of the query heads side by side in a tile. Heads of one key head are grouped
-// where tiles would be mostly empty and too many to all run at once. At most 16: O leaves 16 rows
-// at a time.
+// The base-2 logarithm of the query heads side by side in a tile. Heads that share a key head are
+// grouped if their tiles would be mostly empty and would not all run at once. At most 16 heads: a
+// warp stores 16 rows of O at a time.
 constexpr int choose_grouping(int queries, int heads_q, int heads_kv, long long batch, int sms) {
   if (queries > kGroupedQueries || batch * heads_q <= sms) return 0;
   int log2 = 0;
@@ -110,33 +112,43 @@ constexpr int grouped_tile(int head_dim) {
   return row >= 0 ? row : largest_tile(head_dim, kAnyQueries);
 }
 
-// What serves a call: a row of the table (-1: none), with 1 << grouping heads side by side.
+// The choice for a call: a row of the table (-1: none), and 1 << grouping heads side by side.
 struct ForwardChoice {
   int row;
   int grouping;
 };
 
-// The first row whose bounds include the call (rows of several heads: a dense call that has them).
-// Where its tiles would leave SMs idle: the row with the fewest query rows on the busiest SM, among
-// rows with tiles no larger.
+// The first row whose bounds include the call; -1 if there is none. Rows of several heads need a
+// dense call that has them. `dim` is a head dim of the table.
+constexpr int first_tile(int dim, int queries, int heads_q, bool causal, bool packed) {
+  for (int i = 0; i < kForwardTileCount; ++i) {
+    const ForwardTile& t = kForwardTiles[i];
+    const int max_queries = causal ? t.max_queries_causal : t.max_queries;
+    const bool enough = queries > t.min_queries || t.min_queries == 0;
+    const bool has_heads = t.heads_per_tile == 1 || (!packed && heads_q >= t.heads_per_tile);
+    if (t.head_dim == dim && enough && has_heads && queries <= max_queries) return i;
+  }
+  return -1;
+}
+
+// The tiles of a dense call. A packed batch has at most as many.
+constexpr long long tile_count(const ForwardTile& t, int grouping, int queries, int heads_q,
+                               long long batch) {
+  const long long rows = static_cast<long long>(queries) << grouping;
+  const int heads = ((heads_q >> grouping) + t.heads_per_tile - 1) / t.heads_per_tile;
+  return (rows + t.block_m - 1) / t.block_m * batch * heads;
+}
+
+// The row is `first_tile`. Where its tiles would leave SMs idle: the row with the fewest query rows
+// on the busiest SM, among rows with tiles no larger.
 constexpr ForwardChoice choose_forward(int head_dim, int queries, int heads_q, int heads_kv,
                                        long long batch, bool causal, bool packed, int sms) {
   const int dim = tile_head_dim(head_dim);
   const int grouping = choose_grouping(queries, heads_q, heads_kv, batch, sms);
   if (grouping > 0) return {grouped_tile(dim), grouping};
-  int row = -1;
-  for (int i = 0; i < kForwardTileCount && row < 0; ++i) {
-    const ForwardTile& t = kForwardTiles[i];
-    const int max_queries = causal ? t.max_queries_causal : t.max_queries;
-    const bool enough = queries > t.min_queries || t.min_queries == 0;
-    const bool has_heads = t.heads_per_tile == 1 || (!packed && heads_q >= t.heads_per_tile);
-    if (t.head_dim == dim && enough && has_heads && queries <= max_queries) row = i;
-  }
+  int row = first_tile(dim, queries, heads_q, causal, packed);
   const auto waves = [&](int i) {  // with one tile per SM
-    const ForwardTile& t = kForwardTiles[i];
-    const int heads = (heads_q + t.heads_per_tile - 1) / t.heads_per_tile;
-    const long long tiles = ((queries - 1LL) / t.block_m + 1) * batch * heads;
-    return (tiles + sms - 1) / sms;
+    return (tile_count(kForwardTiles[i], 0, queries, heads_q, batch) + sms - 1) / sms;
   };
   const auto rows = [&](int i) { return waves(i) * kForwardTiles[i].consumers() * 64; };
   if (row >= 0 && waves(row) <= 1) {
@@ -145,6 +157,19 @@ constexpr ForwardChoice choose_forward(int head_dim, int queries, int heads_q, i
     }
   }
   return {row, 0};
+}
+
+// Whether later rows see more keys.
+constexpr bool is_causal(const ForwardParams& p) {
+  return p.window_right >= 0 && p.window_left < 0;
+}
+
+// The choice for a call. Heads of an expanded q cannot be grouped: each counts as a group.
+inline ForwardChoice choose_forward(const ForwardParams& p, int sms) {
+  const int head_dim = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
+  return choose_forward(head_dim, p.seqlen_q, p.heads_q,
+                        p.q_stride.head != 0 ? p.heads_kv : p.heads_q, p.batch, is_causal(p),
+                        p.packed(), sms);
 }
 
 constexpr ForwardTile forward_tile(int head_dim, int block_m) {

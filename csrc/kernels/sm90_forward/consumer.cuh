@@ -22,8 +22,8 @@ class Consumer {
         consumer(ptx::uniform(threadIdx.x / 128 - 1)),
         timeline(Lane::kConsumer + consumer, threadIdx.x % 128 == 0) {}
 
-  // The schedule. S(j+1) and O(j) are in flight together, and the softmax of S(j+1) runs under
-  // O(j). One of two sets of probabilities is read by O(j) while the other is written.
+  // The schedule. S(j+1) and O(j) are in flight together, and the softmax of S(j+1) runs while O(j)
+  // does. O(j) reads one of two sets of probabilities while the softmax writes the other.
   __device__ __forceinline__ void run() {
     constexpr int kOther = Config::kScoresLive;  // otherwise one set serves
     Probabilities<Config> p[2];
@@ -96,7 +96,7 @@ class Consumer {
     wait(s.q_full[q_stage()][consumer], Slot<Config::kQStages>(tiles).parity);
   }
 
-  // Releases the blocks before `block` down to `last` unread: only other consumers' rows see them.
+  // Releases blocks `block` - 1 down to `last` unread: only other consumers' rows see them.
   __device__ __forceinline__ void skip(int block, int last, ConsumerTile::Mark state) {
     mark(state);
     for (; block > last; --block) {
@@ -106,7 +106,7 @@ class Consumer {
         release(s.k_empty[slot.stage]);
         wait(s.v_full[slot.stage], slot.parity);
         release(s.v_empty[slot.stage]);
-      } else {  // only what keeps two releases of one consumer apart
+      } else {  // the planted fault: waits only until its last release has counted
         wait(s.k_empty[slot.stage], slot.parity ^ 1);
         release(s.k_empty[slot.stage]);
         wait(s.v_empty[slot.stage], slot.parity ^ 1);
@@ -160,8 +160,8 @@ class Consumer {
       ptx::pin_registers(f.s);
     }
     mark(ConsumerStep::kAwaitK);
-    // A loop, and so a boundary for the scheduler of the compiler: it would otherwise move the wait
-    // for O up, before the exponentials that are to run under it.
+    // The wait is a loop, and so a boundary for the compiler's scheduler. Without it the compiler
+    // moves the wait for O up, before the exponentials that are to run during O.
     await_next_k(block > t.begin);
     mark(ConsumerStep::kAwaitOutput);
     ptx::wgmma_wait<0>();
@@ -172,7 +172,7 @@ class Consumer {
     if constexpr (!Config::kScoresLive) pack_probabilities<Config>(f, p_here);
   }
 
-  // O += P V of the last block: there is no S to overlap with any more.
+  // O += P V of the last block: there is no next S to overlap with.
   __device__ __forceinline__ void last_output(Probabilities<Config>& p_before) {
     const Ring v_slot(blocks++);
     mark(ConsumerTile::kAwaitLastV);
@@ -221,7 +221,7 @@ class Consumer {
     if (__builtin_expect(!boundary, true)) {
       rises = !softmax<Config>(f, p, scale_log2());
       if (__builtin_expect(rises && !Config::kScoresLive, false)) {
-        ptx::wgmma_wait<0>();  // sooner than needed, but it frees the registers of P
+        ptx::wgmma_wait<0>();  // earlier than needed, but it frees the registers of P
         ptx::pin_registers(f.o);
         recompute_scores<Config>(f, ptx::shared_address(s.q[q_stage()][consumer]),
                                  ptx::shared_address(s.k[k_slot.stage][head()]));
@@ -235,7 +235,7 @@ class Consumer {
     return rises;
   }
 
-  // Raw scores to masked logits. What only boundary blocks need is read from shared memory there.
+  // Raw scores to masked logits. Only boundary blocks read the tile's bounds from shared memory.
   __device__ __forceinline__ void finish_scores(int block, bool boundary) {
     if (__builtin_expect(a.scores.transform, false)) transform_scores<false>(f.s, a.scores);
     if (__builtin_expect(boundary, false)) {
@@ -269,8 +269,8 @@ class Consumer {
     ptx::mbarrier_wait(ptx::shared_address(&barrier), parity);
   }
 
-  // One arrival a warp, after all of its lanes have read. No branch: with one, the compiler keeps
-  // ring positions and descriptors in vector registers, and moves them for every product.
+  // One arrival a warp, after all of its lanes have read. Predicated: with a branch, the compiler
+  // keeps ring positions and descriptors in vector registers, and moves them for every product.
   __device__ __forceinline__ void release(uint64_t& barrier) const {
     __syncwarp();
     inject(Fault::kRelease, blocks);

@@ -1,4 +1,4 @@
-// The epilogue of a consumer: O and the log-sum-exp of 64 rows to global memory.
+// The epilogue of a consumer: stores O and the log-sum-exp of 64 rows.
 #pragma once
 
 #include "attn/nonfinite.cuh"

@@ -4,7 +4,7 @@
 // Roles     Warpgroup 0: a thread loads K and V by TMA, another loads Q, a warp schedules tiles.
 //           Warpgroups 1.. consume: each owns 64 query rows; S and O stay in its registers.
 // Pipeline  A consumer issues S(j+1) = Q K(j+1)^T, then O += P(j) V(j). While the tensor cores work
-//           on O, or on the products of another consumer, it does the softmax of S(j+1).
+//           on O, or on another consumer's products, it computes the softmax of S(j+1).
 // Schedule  Persistent: a block takes tile after tile. Q and K of the next tile are fetched while
 //           the consumers finish this one. O leaves a warp at a time, by TMA.
 // Limits    bf16, fp16; head dims in multiples of 8 up to 256.

@@ -13,9 +13,6 @@ namespace {
 
 constexpr int ceil_div(int value, int divisor) { return value / divisor + (value % divisor != 0); }
 
-// Later rows see more keys.
-bool is_causal(const ForwardParams& p) { return p.window_right >= 0 && p.window_left < 0; }
-
 template <class Config>
 cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts& device,
                    cudaStream_t stream) {
@@ -34,7 +31,7 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
   a.order = tile_order(m_blocks, p.batch, heads, ceil_div(p.heads_kv, Config::kHeadsPerTile),
                        kv_bytes, is_causal(p));
   if (!is_causal(p) && ceil_div(rows, 64) % Config::kHeadConsumers != 0) {
-    // Some tiles have 64 rows less. As the last ones they even out the end.
+    // Some tiles have 64 rows less. They come last and balance the end of the launch.
     a.order.last = std::min(a.order.heads, ceil_div(device.sms, std::max(m_blocks, 1)));
   }
   const int64_t tiles = a.order.tiles();
@@ -72,7 +69,7 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
     return error;
   }
   int64_t most_tiles = a.tiles;
-  if (p.packed()) {  // cu_seqlens in order have no more
+  if (p.packed()) {  // with ascending cu_seqlens there are no more
     most_tiles =
         std::min(most_tiles, ((p.total_q << grouping.log2) / Config::kBlockM + p.batch) * heads);
   }
@@ -97,11 +94,7 @@ template <class Element, int... kIndices>
 cudaError_t launch_chosen(const ForwardParams& p, const DeviceFacts& device, cudaStream_t stream,
                           std::integer_sequence<int, kIndices...>) {
   constexpr decltype(&launch_row<Element, 0>) kLaunches[] = {launch_row<Element, kIndices>...};
-  // Heads of an expanded q cannot be grouped: as if each had keys of its own.
-  const int heads_kv = p.q_stride.head != 0 ? p.heads_kv : p.heads_q;
-  const ForwardChoice choice =
-      choose_forward(std::max(p.head_dim, p.head_dim_v), p.seqlen_q, p.heads_q, heads_kv, p.batch,
-                     is_causal(p), p.packed(), device.sms);
+  const ForwardChoice choice = choose_forward(p, device.sms);
   if (choice.row < 0) return cudaErrorInvalidValue;
   return kLaunches[choice.row](p, {choice.grouping}, device, stream);
 }

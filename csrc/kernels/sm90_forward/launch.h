@@ -5,7 +5,7 @@
 
 namespace attnscope::sm90 {
 
-// Null when this kernel can run `params`, else the reason why not.
+// Null if this kernel can run `params`; otherwise the reason why not.
 const char* unsupported_forward(const ForwardParams& params);
 
 // Enqueues the kernel on `stream` (a cudaStream_t of the current device). Returns null, or CUDA's

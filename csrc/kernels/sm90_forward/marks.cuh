@@ -1,5 +1,5 @@
-// What the roles mark on their timeline (attn/timeline.cuh): a mark is the beginning of a state,
-// which lasts until the role's next mark. Read by python/attnscope/timeline/layout.py.
+// The marks that the roles write to their timeline (attn/timeline.cuh). A mark begins a state,
+// which lasts until the role's next mark. Reader: python/attnscope/timeline/layout.py.
 #pragma once
 
 #include "attn/timeline.cuh"
@@ -7,21 +7,16 @@
 namespace attnscope::sm90 {
 
 struct Lane {
-  enum : int {
-    kScheduler,
-    kProducer,
-    kQueries,
-    kConsumer
-  };  // and one more for each further consumer
+  enum : int { kScheduler, kProducer, kQueries, kConsumer };  // one lane for each consumer
 };
 
 struct SchedulerTile {
   enum Mark : int {
-    kAwaitRequest,  // the producer has not asked for it yet
-    kTake,          // takes its number from the counter
-    kAwaitSlot,     // the consumers still read the one two before
-    kHand,          // works out what it is and writes it down; those without keys it does itself
-    // What it is.
+    kAwaitRequest,  // until the producer asks for the tile
+    kTake,          // takes the tile's number from the counter
+    kAwaitSlot,     // until all roles release the tile two before
+    kHand,          // computes the description and writes it; stores tiles without keys
+    // The description.
     kHead = 8,
     kBatch,
     kFirstRow,
@@ -44,20 +39,21 @@ struct ProducerStep {
 struct QueriesTile {
   enum Mark : int {
     kAwaitTile,
-    kAwaitSlot,  // the first consumer is not done with its rows of the tile before
-    kIssue,      // to that one, then to the others as they are done
+    kAwaitSlot,  // until the first consumer releases its rows of the tile before
+    kIssue,      // loads for the first consumer, then for each as it releases its rows
   };
 };
 
-// The first block of a consumer's own has no products to run under and the last P V no softmax:
-// both belong to the tile, as do the blocks that only other consumers' rows see. Steps are its own
-// blocks after the first. A consumer without any marks nothing from kAwaitK to kAwaitOutput.
+// Steps are a consumer's blocks after its first. The first block (a softmax without a P V to
+// overlap with), the last P V (without a softmax) and the blocks that only other consumers' rows
+// see are states of the tile. A consumer that sees no block marks nothing from kAwaitK to
+// kAwaitOutput.
 struct ConsumerTile {
   enum Mark : int {
     kAwaitTile,
     kPrepare,
     kAwaitQ,
-    kSkipFirst,  // blocks before its own
+    kSkipFirst,  // releases blocks before its first, unread
     kAwaitK,
     kIssueScores,
     kAwaitScores,
@@ -66,7 +62,7 @@ struct ConsumerTile {
     kAwaitLastV,
     kIssueOutput,
     kAwaitOutput,
-    kSkipLast,  // blocks after its own
+    kSkipLast,  // releases blocks after its last, unread
     kEpilogue,
   };
 };
@@ -78,10 +74,10 @@ struct ConsumerStep {
     kIssueOutput,
     kAwaitScores,
     kSoftmax,
-    kRaiseMaximum,  // only where it rises
+    kRaiseMaximum,  // only if the row max rises
     kAwaitK,
     kAwaitOutput,
-    kRescale,  // and gives the V slot back, packs P
+    kRescale,  // also releases the V buffer and packs P
   };
 };
 

@@ -51,7 +51,7 @@ __device__ __forceinline__ bool is_late(const ForwardArguments& a, ForwardShared
   return true;
 }
 
-// Issues the copies in the mailbox when their time has come. By a thread of its own.
+// Issues each copy in the mailbox once its delay is over. A separate thread runs this.
 template <class Config>
 __device__ __forceinline__ void issue_late_copies(const ForwardArguments& a,
                                                   ForwardShared<Config>& s) {
@@ -93,7 +93,7 @@ __device__ __forceinline__ void produce(const ForwardArguments& a, ForwardShared
     ptx::mbarrier_arrive(shared_address(&s.tile_empty[slot.stage]));
     if (w.stop) break;
     const int blocks_here = w.range.end - w.range.begin;
-    // Ask for the next tile two blocks before the end: that covers the time it takes to come.
+    // Ask for the next tile two blocks before the end: that covers the scheduler's latency.
     const int ask_at = blocks_here > 2 ? w.range.begin + 1 : w.range.end - 1;
     const auto load = [&](const TensorMap& tensor, auto& buffers, uint64_t& full, uint64_t& empty,
                           int count, int block) {
@@ -138,8 +138,8 @@ __device__ __forceinline__ void produce(const ForwardArguments& a, ForwardShared
   timeline.finish(tiles - 1, blocks);
 }
 
-// Q, each consumer's rows as soon as that consumer is done with its last ones. By a thread of its
-// own: K and V must not wait for a consumer's Q.
+// Loads each consumer's Q as soon as that consumer has released the rows before. A separate thread:
+// K and V must not wait for a consumer's Q.
 template <class Config>
 __device__ __forceinline__ void produce_queries(const ForwardArguments& a,
                                                 ForwardShared<Config>& s) {

@@ -1,4 +1,4 @@
-// The products of a consumer: S = Q K^T and O += P V by wgmma, and S once more by mma.sync.
+// The products of a consumer: S = Q K^T and O += P V by wgmma; S again by mma.sync.
 #pragma once
 
 #include "kernels/sm90_forward/shared.cuh"
@@ -30,8 +30,8 @@ __device__ __forceinline__ uint32_t lane_address(uint32_t tile, int tile_rows, i
   return tile + (chunk / 8 * tile_rows + row) * Config::kRowBytes + ((chunk ^ row) & 7) * 16;
 }
 
-// S of this warp's 16 rows once more, by mma.sync: wgmma takes all four warps of a warpgroup, and
-// only some of them may need S again.
+// Recomputes S of this warp's 16 rows by mma.sync: wgmma needs all four warps of a warpgroup, and
+// perhaps only some of them need S again.
 template <class Config>
 __device__ __forceinline__ void recompute_scores(Fragments<Config>& f, uint32_t q, uint32_t k) {
   const int lane = threadIdx.x % 32;

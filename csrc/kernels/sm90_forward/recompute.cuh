@@ -1,9 +1,9 @@
-// Rows whose O is not finite, once more and key by key: a rare path.
+// Recomputes rows whose O is not finite, key by key: a rare path.
 //
-// In a block that only some rows of a tile see, P V takes 0 times V for the others, and 0 times NaN
-// or infinity is NaN. Nothing looks for that on the way: it shows in O, which a warp looks at
-// before it stores it. Elements that are not finite are then computed from the keys that their row
-// sees. If they see NaN or infinity themselves, so they stay.
+// In a block that only some rows of a tile see, P V computes 0 times V for the other rows, and 0
+// times NaN or infinity is NaN. The main loop does not check for that. A warp checks O before it
+// stores its rows. If an element is not finite, the warp computes its row again from the keys that
+// the row sees, and replaces such elements. An element stays NaN or infinite if its row sees one.
 #pragma once
 
 #include <cfloat>
@@ -28,7 +28,7 @@ __device__ __forceinline__ void read_row(float (&x)[Config::kHeadDim / 32], cons
   }
 }
 
-// Replaces what is not finite in the 16 rows that the warp has stored. Warp-converged.
+// Replaces elements that are not finite in the 16 rows that the warp has stored. Warp-converged.
 template <class Config>
 __device__ __forceinline__ void recompute_rows(const ForwardArguments& a, const TileWork& w,
                                                int consumer) {
@@ -39,7 +39,8 @@ __device__ __forceinline__ void recompute_rows(const ForwardArguments& a, const 
   if (ptx::lane() == 0) ptx::tma_store_wait<0>();
   ptx::fence_proxy_async_global();
   __syncwarp();
-  // Bounds in uniform registers: a loop that might diverge would cost the main loop its own.
+  // Bounds in uniform registers: with a loop that might diverge, the compiler takes the main loop's
+  // values off the uniform datapath.
   const int end_row = ptx::uniform(min(first_row + 16, w.end_row - w.first_row));
 #pragma unroll 1
   for (int row = ptx::uniform(first_row); row < end_row; ++row) {

@@ -1,33 +1,20 @@
-// What the instrumented library (-DATTNSCOPE_TIMELINE) offers to its caller, which is
-// python/attnscope/timeline/library.py: plain C, dense contiguous tensors of one device.
+// The C interface of the instrumented library (-DATTNSCOPE_TIMELINE) for dense contiguous tensors
+// of one device. Caller: python/attnscope/timeline/library.py.
 #pragma once
 
-#include <algorithm>
-#include <iterator>
-
+#include "attn/device.h"
 #include "attn/timeline.cuh"
+#include "kernels/sm90_forward/config.cuh"
 #include "kernels/sm90_forward/launch.h"
 
 #define ATTNSCOPE_EXPORT extern "C" __attribute__((visibility("default")))
 
-// The tile that serves a call on a device of `sms` multiprocessors: head_dim, block_m, block_n,
-// q_stages, stages, blocks_per_sm, consumers, scores_live, query heads side by side,
-// heads_per_tile. False where none does.
-ATTNSCOPE_EXPORT bool attnscope_timeline_tile(int head_dim, int seqlen_q, int batch, int heads_q,
-                                              int heads_kv, bool causal, int sms, int* tile) {
-  using namespace attnscope::sm90;
-  const ForwardChoice choice =
-      choose_forward(head_dim, seqlen_q, heads_q, heads_kv, batch, causal, false, sms);
-  if (choice.row < 0) return false;
-  const ForwardTile& t = kForwardTiles[choice.row];
-  const int values[] = {
-      t.head_dim,      t.block_m,     t.block_n,     t.q_stages,           t.stages,
-      t.blocks_per_sm, t.consumers(), t.scores_live, 1 << choice.grouping, t.heads_per_tile};
-  std::copy(std::begin(values), std::end(values), tile);
-  return true;
-}
+// What the caller's buffer and reader are made for.
+struct TimelineTile {
+  int block_m, block_n, blocks_per_sm, consumers, heads_per_tile, heads_side_by_side;
+};
 
-// Where the launches that follow on the current device leave their marks; null, or CUDA's message.
+// Sets the buffer for the marks of later launches on the current device; null, or CUDA's message.
 ATTNSCOPE_EXPORT const char* attnscope_timeline_buffer(uint32_t* words, int lanes, int tile_rows,
                                                        int step_rows) {
   const attnscope::TimelineBuffer buffer{words, lanes, tile_rows, step_rows};
@@ -36,12 +23,14 @@ ATTNSCOPE_EXPORT const char* attnscope_timeline_buffer(uint32_t* words, int lane
 }
 
 // q, out [batch, seqlen_q, heads_q, head_dim], k, v [batch, seqlen_k, heads_kv, head_dim] of bf16
-// or fp16, lse [batch, heads_q, seqlen_q]. Null, or why it was not launched.
+// or fp16, lse [batch, heads_q, seqlen_q]. Null, or why it was not launched: a tile that differs
+// from the caller's would write marks out of the buffer.
 ATTNSCOPE_EXPORT const char* attnscope_timeline_forward(const void* q, const void* k, const void* v,
                                                         void* out, float* lse, int batch,
                                                         int seqlen_q, int seqlen_k, int heads_q,
                                                         int heads_kv, int head_dim, bool bfloat16,
-                                                        bool causal, double scale, void* stream) {
+                                                        bool causal, double scale,
+                                                        const TimelineTile* tile, void* stream) {
   using attnscope::Strides;
   const auto strides = [head_dim](int64_t rows, int64_t heads) {
     return Strides{rows * heads * head_dim, heads * head_dim, head_dim};
@@ -68,6 +57,12 @@ ATTNSCOPE_EXPORT const char* attnscope_timeline_forward(const void* q, const voi
   p.scale = scale;
   p.window_left = -1;
   p.window_right = causal ? 0 : -1;
-  const char* reason = attnscope::sm90::unsupported_forward(p);
-  return reason != nullptr ? reason : attnscope::sm90::launch_forward(p, stream);
+  if (const char* reason = attnscope::sm90::unsupported_forward(p)) return reason;
+  const auto choice = attnscope::sm90::choose_forward(p, attnscope::current_device().sms);
+  const auto& t = attnscope::sm90::kForwardTiles[choice.row];
+  if (t.block_m != tile->block_m || t.block_n != tile->block_n ||
+      t.blocks_per_sm != tile->blocks_per_sm || t.consumers() != tile->consumers ||
+      t.heads_per_tile != tile->heads_per_tile || 1 << choice.grouping != tile->heads_side_by_side)
+    return "the sources choose another tile than the installed build; run `make build`";
+  return attnscope::sm90::launch_forward(p, stream);
 }

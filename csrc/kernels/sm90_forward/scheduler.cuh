@@ -65,8 +65,8 @@ __device__ __forceinline__ bool find_tile(const ForwardArguments& a, TileQueue& 
   return true;
 }
 
-// Fills in the rest of a tile: a lane for each consumer's blocks, and one for the blocks of the
-// tile. Warp-converged.
+// Fills in the rest of a tile: one lane for each consumer's blocks, one for the tile's blocks.
+// Warp-converged.
 template <class Config>
 __device__ __forceinline__ void describe_tile(const ForwardArguments& a, const TileQueue& s,
                                               TileWork& w) {
@@ -147,15 +147,15 @@ __device__ __forceinline__ void note_tile(const Timeline& timeline, int tile, co
   timeline.note(tile, SchedulerTile::kEndRow, w.end_row);
 }
 
-// Moves on to the block's next tile. By the elected lane.
+// Takes the block's next tile. Elected lane only.
 __device__ __forceinline__ void take_index(const ForwardArguments& a, TileQueue& s) {
   const int blocks = gridDim.x;
   if (a.counter != nullptr) {
     s.index = s.round++ == 0 ? blockIdx.x : blocks + ptx::atomic_add(&a.counter->taken, 1);
     return;
   }
-  // The static schedule: a section of tiles in rounds of one tile a block, every second round
-  // backwards. The block with the longest tile of a round gets the shortest one of the next.
+  // The static schedule: each section in rounds of one tile a block, every second round backwards.
+  // The block with the longest tile of a round gets the shortest tile of the next round.
   int place;
   do {
     const int round = s.round++, section = round / a.section_rounds;
@@ -165,10 +165,10 @@ __device__ __forceinline__ void take_index(const ForwardArguments& a, TileQueue&
   } while (place >= a.section_tiles);
 }
 
-// Hands out tiles until none is left. A tile is taken only when the producer nears the end of the
-// one before: the tiles left go to whoever is free, and the long ones, which come first, even out.
-// With prefetch_tiles they are taken as soon as there is room: for short tiles what matters is the
-// time that taking one takes. Tiles without keys are stored here. Warp-converged.
+// Hands out tiles until none is left. It takes a tile only when the producer nears the end of the
+// tile before: the next tile goes to the block that is free first, which balances long tiles. With
+// prefetch_tiles it takes a tile as soon as a slot is free: for short tiles latency counts more.
+// Stores tiles without keys itself. Warp-converged.
 template <class Config>
 __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShared<Config>& s) {
   using ptx::shared_address;
@@ -216,7 +216,7 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
     }
     if (elected) w.stop = stop;
     inject(Fault::kTile, s.queue.tiles);
-    // Every lane arrives: each has written a part.
+    // Every lane arrives, since every lane wrote a part.
     ptx::mbarrier_arrive(shared_address(&s.tile_full[TileSlot(s.queue.tiles).stage]));
     if (stop) break;
     __syncwarp();

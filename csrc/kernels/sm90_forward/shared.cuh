@@ -90,7 +90,7 @@ struct TileQueue {
 };
 
 #ifdef ATTNSCOPE_FAULTS
-// A copy that waits for its time. The producer fills it in, a warp of its own issues it.
+// A delayed copy. The producer fills it in; a separate thread issues it.
 struct LateCopy {
   int ready, done;
   int is_k, stage, row, head, head_kv, batch;
@@ -130,7 +130,7 @@ struct ForwardArguments {
   Divisor heads;          // groups of query heads
   Divisor heads_per_key;  // query heads of a key head
   int tiles;              // dense: how many; packed: at most
-  bool prefetch_tiles;    // take tiles as soon as there is room for them
+  bool prefetch_tiles;    // take a tile as soon as a slot is free
   bool packed;
   bool hides_keys;       // rows of a tile may see different keys
   TileCounter* counter;  // null: a static schedule, by the two numbers that follow

@@ -12,7 +12,7 @@
 
 namespace attnscope::sm90 {
 
-// A thread's rows are g and g + 8 of its warp's 16 rows, g = lane / 4. Of every 8 columns it has
+// A thread's rows are g and g + 8 of its warp's 16 rows, g = lane / 4. Its columns of every 8 are
 // 2 (lane % 4) and the next: element 4 n + 2 half + i.
 template <class Config>
 struct Fragments {
@@ -26,8 +26,8 @@ struct Fragments {
 template <class Config>
 using Probabilities = uint32_t[Config::kBlockN / 4];
 
-// Keeps a pair of probabilities: packed into registers of its own while the scores stay; or, where
-// registers are short, in place of the scores, to be packed once P V has read the last ones.
+// Stores a pair of probabilities. With live scores: packed, in registers of their own. Otherwise in
+// place of the scores, to be packed once P V has read the probabilities before.
 template <class Config>
 __device__ __forceinline__ void put(Fragments<Config>& f, Probabilities<Config>& p, int i,
                                     float low, float high) {
@@ -39,10 +39,10 @@ __device__ __forceinline__ void put(Fragments<Config>& f, Probabilities<Config>&
   }
 }
 
-// Probabilities and partial sums by the row maximum in use, without looking for the new one first:
-// the search (a chain of comparisons and shuffles) runs beside the exponentials, not before them.
-// False where a score passed the maximum by more than kHeadroom in any row of the warp. Then the
-// sums are unchanged, and raise_maximum must do the block again from its scores.
+// Probabilities and partial sums by the row maximum in use. The search for a new maximum (a chain
+// of comparisons and shuffles) runs beside the exponentials, not before them. False if a score
+// exceeds the maximum by more than kHeadroom in any row of the warp. The sums
+// are then unchanged, and raise_maximum must repeat the block from its scores.
 template <class Config>
 __device__ __forceinline__ bool softmax(Fragments<Config>& f, Probabilities<Config>& p,
                                         float scale_log2) {
@@ -65,8 +65,8 @@ __device__ __forceinline__ bool softmax(Fragments<Config>& f, Probabilities<Conf
   return true;
 }
 
-// The same by the true maximum; `factor` is what O must be scaled by. True if a row maximum of the
-// warp is giant now: then the next blocks must come here too.
+// Probabilities and sums by the true maximum; O must be scaled by `factor`. True if a row maximum
+// of the warp is giant: then the blocks that follow must come here too.
 template <class Config>
 __device__ __forceinline__ bool raise_maximum(Fragments<Config>& f, Probabilities<Config>& p,
                                               float scale_log2, float (&factor)[2]) {

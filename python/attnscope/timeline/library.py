@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 
 from attnscope._load import PACKAGE
-from attnscope.kernels import symbol_matches
+from attnscope.kernels import Call, choose_forward, symbol_matches
 
 SOURCES = ("csrc/kernels/sm90_forward/launch.cu", "csrc/attn/tile_counter.cu")
 FOLDERS = ("csrc/ptx", "csrc/attn", "csrc/kernels/sm90_forward")
 TILE_FIELDS = (
     "head_dim", "block_m", "block_n", "q_stages", "stages", "blocks_per_sm", "consumers",
-    "scores_live", "heads", "heads_per_tile",
+    "scores_live", "heads_per_tile",
 )  # fmt: skip
+HOPPER = 90  # compute capability
 
 
 def source_tree() -> Path:
@@ -98,45 +99,58 @@ def _setup_module(root: Path) -> ModuleType:
     return module
 
 
+def tile_of(work: Any, sms: int) -> dict[str, int]:
+    """The tile of the Hopper kernel that serves a dense call, by `TILE_FIELDS`, and "heads", the
+    query heads side by side in the tile.
+
+    `work` has the fields of `inputs.Case`, `sms` is the device's. Raises ValueError for sizes that
+    no call has.
+    """
+    fields = {name: getattr(work, name) for name in Call._fields if hasattr(work, name)}
+    choice = choose_forward(Call(**fields, packed=False, sms=sms, capability=HOPPER))
+    tile = {name: int(choice["tile"][name]) for name in TILE_FIELDS}
+    return tile | {"heads": choice["heads_side_by_side"]}
+
+
+class Tile(ctypes.Structure):
+    """TimelineTile of csrc/kernels/sm90_forward/record.cuh."""
+
+    _fields_ = [  # noqa: RUF012 (ctypes reads a list)
+        (name, ctypes.c_int)
+        for name in (
+            "block_m", "block_n", "blocks_per_sm", "consumers", "heads_per_tile", "heads",
+        )
+    ]  # fmt: skip
+
+
 class Instrumented:
     """The library in this process. Tensors are dense and contiguous, all on one device."""
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
         pointer, integer, flag = ctypes.c_void_p, ctypes.c_int, ctypes.c_bool
-        self._tile = self._library.attnscope_timeline_tile
-        self._tile.argtypes = [integer] * 5 + [flag, integer, ctypes.POINTER(integer)]
-        self._tile.restype = flag
         self._buffer = self._library.attnscope_timeline_buffer
         self._buffer.argtypes = [pointer, integer, integer, integer]
         self._buffer.restype = ctypes.c_char_p
         self._forward = self._library.attnscope_timeline_forward
         self._forward.argtypes = (
-            [pointer] * 5 + [integer] * 6 + [flag] * 2 + [ctypes.c_double, pointer]
-        )
+            [pointer] * 5 + [integer] * 6 + [flag] * 2
+            + [ctypes.c_double, ctypes.POINTER(Tile), pointer]
+        )  # fmt: skip
         self._forward.restype = ctypes.c_char_p
-
-    def tile(
-        self, head_dim: int, seqlen_q: int, batch: int, heads_q: int, heads_kv: int, causal: bool,
-        sms: int,
-    ) -> dict[str, int]:  # fmt: skip
-        """The tile that serves a call on a device of `sms` multiprocessors, by `TILE_FIELDS`.
-
-        "heads" are the query heads side by side in the tile.
-
-        Raises ValueError where none does.
-        """
-        values = (ctypes.c_int * len(TILE_FIELDS))()
-        if not self._tile(head_dim, seqlen_q, batch, heads_q, heads_kv, causal, sms, values):
-            raise ValueError(f"head_dim: {head_dim} is served by no tile of the Hopper kernel")
-        return dict(zip(TILE_FIELDS, values, strict=True))
 
     def attach(self, words: Tensor, lanes: int, tile_rows: int, step_rows: int) -> None:
         """Let the launches that follow leave their marks in `words` (int32, see Recording)."""
         _raise(self._buffer(words.data_ptr(), lanes, tile_rows, step_rows))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        """(out, lse) of q [B, Sq, Hq, D], k and v [B, Sk, Hkv, D], on torch's current stream."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, tile: dict[str, int]
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse) of q [B, Sq, Hq, D], k and v [B, Sk, Hkv, D], on torch's current stream.
+
+        `tile` is what `tile_of` returns for the call. Raises RuntimeError if the launch fails, or
+        the library was compiled from sources that choose another tile.
+        """
         batch, rows, heads, dim = q.shape
         out = torch.empty_like(q)
         lse = q.new_empty(batch, heads, rows, dtype=torch.float32)
@@ -144,7 +158,9 @@ class Instrumented:
         sizes = (batch, rows, k.shape[1], heads, k.shape[2], dim)
         stream = torch.cuda.current_stream(q.device).cuda_stream
         bfloat16 = q.dtype == torch.bfloat16
-        _raise(self._forward(*pointers, *sizes, bfloat16, causal, dim**-0.5, stream))
+        expected = Tile(*(tile[name] for name, *_ in Tile._fields_))
+        options = (bfloat16, causal, dim**-0.5, ctypes.byref(expected))
+        _raise(self._forward(*pointers, *sizes, *options, stream))
         return out, lse
 
 

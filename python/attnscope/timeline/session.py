@@ -12,7 +12,7 @@ import torch
 from attnscope.common.environment import environment
 from attnscope.inputs import Case, make_inputs
 from attnscope.timeline import layout
-from attnscope.timeline.library import Instrumented, build, source_tree, usage_of
+from attnscope.timeline.library import Instrumented, build, source_tree, tile_of, usage_of
 from attnscope.timeline.recording import Recording, rows_of_block
 
 # Room for this many times the tiles and steps of an average block, within bounds.
@@ -36,9 +36,8 @@ def record(work: Any, device: torch.device, seed: int = 0) -> Recording:
     library, usage, seconds = build(source_tree())
     with torch.cuda.device(device):
         kernel = Instrumented(library)
-        heads = work.heads_q, work.heads_kv
         sms = torch.cuda.get_device_properties(device).multi_processor_count
-        tile = kernel.tile(work.head_dim, work.seqlen_q, work.batch, *heads, work.causal, sms)
+        tile = tile_of(work, sms)
         most_blocks = sms * tile["blocks_per_sm"]
         lanes = layout.CONSUMER + tile["consumers"]
         rows = work.seqlen_q * tile["heads"]
@@ -58,7 +57,7 @@ def record(work: Any, device: torch.device, seed: int = 0) -> Recording:
             return torch.ops.attnscope.forward(q, k, v, **options, variant=90)
 
         def instrumented() -> Any:
-            return kernel.forward(q, k, v, work.causal)
+            return kernel.forward(q, k, v, work.causal, tile)
 
         medians = _median_ms({"normal": normal, "instrumented": instrumented})
         same = all(torch.equal(a, b) for a, b in zip(normal(), instrumented(), strict=True))
