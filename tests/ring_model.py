@@ -165,9 +165,16 @@ class Explorer:
         ]
         self.barrier_at = _offsets(model.barriers)
         self.buffer_at = _offsets(model.buffers)
+        self.copies = []  # the ranges of interchangeable instances
+        for role in model.roles:
+            first = self.instances.index(role)
+            self.copies += [(first, first + role.copies)] if role.copies > 1 else []
+        self.counts = [b.count for b in model.barriers for _ in range(b.stages)]
+        self.buffer_names = [b.name for b in model.buffers for _ in range(b.stages)]
         # Places: between two operations of a role's step.
         self.places: list[tuple[Role, int, Any, tuple[Any, ...]]] = []
         self.place_of: dict[tuple[str, int, Any, tuple[Any, ...]], int] = {}
+        self.use_at: list[int] = []
         self.op_at: list[Op | None] = []
         self.after: list[Any] = []  # what the step returned, where op_at is None
         self.earlier: dict[int, int] = {}
@@ -185,6 +192,7 @@ class Explorer:
                 op, after = None, end.value
             self.place_of[key] = len(self.places)
             self.places.append((role, n, local, sent))
+            self.use_at.append(n)
             self.op_at.append(op)
             self.after.append(after)
         return self.place_of[key]
@@ -307,15 +315,16 @@ class Explorer:
             self.arrive(op, barriers, 0)
         return tuple(barriers), tuple(buffers)
 
-    def successors(self, state: State) -> Iterator[tuple[str, State | str]]:
-        """(what happens, the state after it, or what is wrong)."""
+    def successors(self, state: State) -> Iterator[tuple[int, Op | int, State | str]]:
+        """Every next state, or what is wrong, after the operation of a role or a copy that lands.
+
+        The first two values are a role's number and its operation, or a buffer's and the use.
+        """
         roles, barriers, buffers, told = state
-        seen = set()
         for number, place in enumerate(roles):
-            role, n, local, sent = self.places[place]
-            if (role.name, place) in seen:  # a copy of the role in the same place
+            if place in roles[:number]:  # a copy of the role in the same place
                 continue
-            seen.add((role.name, place))
+            role, n, local, sent = self.places[place]
             op = self.op_at[place]
             assert op is not None
             if op.kind == "follow":
@@ -323,7 +332,7 @@ class Explorer:
             try:
                 changed = self.apply(op, state)
             except Wrong as wrong:
-                yield f"{self.names[number]}: {describe(op)}", f"{self.names[number]} {wrong}"
+                yield number, op, f"{self.names[number]} {wrong}"
                 continue
             if changed is None:
                 continue
@@ -331,7 +340,7 @@ class Explorer:
             for next_place, new in self.settle(following, told):
                 places = (*roles[:number], next_place, *roles[number + 1 :])
                 for told_places, rest in self.tell(places, new):
-                    yield f"{self.names[number]}: {describe(op)}", (told_places, *changed, rest)
+                    yield number, op, (told_places, *changed, rest)
         for at, (use, flight) in enumerate(buffers):
             if flight < 0:
                 b, raw = divmod(-1 - flight, 2)
@@ -340,20 +349,12 @@ class Explorer:
                 new_barriers[b] = (phase, pending, expected - 1)
                 self.complete(new_barriers, b, self.counts[b])
                 landed = (*buffers[:at], (use, RAW if raw else READY), *buffers[at + 1 :])
-                name = self.buffer_names[at]
-                yield f"{name} of use {use} lands", (roles, tuple(new_barriers), landed, told)
+                yield at, use, (roles, tuple(new_barriers), landed, told)
 
-    @property
-    def counts(self) -> list[int]:
-        return self.__dict__.setdefault(
-            "_counts", [b.count for b in self.model.barriers for _ in range(b.stages)]
-        )
-
-    @property
-    def buffer_names(self) -> list[str]:
-        return self.__dict__.setdefault(
-            "_buffer_names", [b.name for b in self.model.buffers for _ in range(b.stages)]
-        )
+    def text(self, number: int, event: Op | int) -> str:
+        if isinstance(event, int):
+            return f"{self.buffer_names[number]} of use {event} lands"
+        return f"{self.names[number]}: {describe(event)}"
 
     def place_before(self, place: int) -> int:
         if place not in self.earlier:
@@ -364,7 +365,8 @@ class Explorer:
     def canonical(self, state: State) -> State:
         """The state with its uses counted from the last role's, and copies of roles in order."""
         roles, barriers, buffers, told = state
-        while all(self.places[place][1] > 0 for place in roles):
+        use_at = self.use_at
+        while min([use_at[place] for place in roles]) > 0:
             roles = tuple(self.place_before(place) for place in roles)
             moved_barriers: list[Any] = []
             at = 0
@@ -380,12 +382,9 @@ class Explorer:
                 at += buffer.stages
             barriers, buffers = tuple(moved_barriers), tuple(moved_buffers)
             told = frozenset((name, n - 1, *others) for name, n, *others in told)
-        ordered: list[int] = []
-        at = 0
-        for role in self.model.roles:
-            ordered += sorted(roles[at : at + role.copies])
-            at += role.copies
-        return tuple(ordered), barriers, buffers, told
+        for first, last in self.copies:
+            roles = (*roles[:first], *sorted(roles[first:last]), *roles[last:])
+        return roles, barriers, buffers, told
 
     def explore(self, max_states: int) -> Result:
         seen: dict[State, State | None] = {self.canonical(s): None for s in self.starts()}
@@ -393,7 +392,7 @@ class Explorer:
         while queue:
             state = queue.popleft()
             blocked = True
-            for _, after in self.successors(state):
+            for _, _, after in self.successors(state):
                 blocked = False
                 if isinstance(after, str):
                     return self.replay(seen, state)
@@ -416,15 +415,15 @@ class Explorer:
         state = next(s for s in self.starts() if self.canonical(s) == start)
         trace = []
         for target in reversed(path):
-            text, state = next(
-                (text, after)
-                for text, after in self.successors(state)
+            number, event, state = next(
+                (number, event, after)
+                for number, event, after in self.successors(state)
                 if not isinstance(after, str) and self.canonical(after) == target
             )
-            trace.append(text)
-        for text, after in self.successors(state):
+            trace.append(self.text(number, event))
+        for number, event, after in self.successors(state):
             if isinstance(after, str):
-                return Result(len(seen), after, [*trace, text])
+                return Result(len(seen), after, [*trace, self.text(number, event)])
         ops = [self.op_at[place] for place in state[0]]
         waiting = [f"{name}: {describe(op)}" for name, op in zip(self.names, ops, strict=True)]
         return Result(len(seen), "deadlock: " + "; ".join(waiting), trace)
