@@ -5,7 +5,8 @@
 // Late copies   A copy that is late alone, behind later ones, is handed to another warp: the one
 //               that issues copies must go on. The mailbox has room for one.
 // Planted       -DATTNSCOPE_UNGUARDED_RING takes the invariant of attn/ring.cuh out again, to see
-//               that the stress finds it.
+//               that the stress finds it. -DATTNSCOPE_PLANTED_RACE lets the scheduler write a
+//               tile's description without a wait for its readers, to see that racecheck finds it.
 #pragma once
 
 #include <cstdint>
@@ -30,6 +31,12 @@ enum class Fault : uint32_t {
 constexpr bool kGuardedRing = false;
 #else
 constexpr bool kGuardedRing = true;
+#endif
+
+#ifdef ATTNSCOPE_PLANTED_RACE
+constexpr bool kGuardedTiles = false;
+#else
+constexpr bool kGuardedTiles = true;
 #endif
 
 #ifdef ATTNSCOPE_FAULTS

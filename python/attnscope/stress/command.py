@@ -35,14 +35,14 @@ def stress_command(
     Builds the CUDA library with -DATTNSCOPE_FAULTS on first use (it needs nvcc and the source
     tree). Copies, releases and tiles are delayed at random by up to --cycles; each case is compared
     with fp64 first. A protocol is right if no delay changes a bit. Exit code 0: no row is wrong.
-    1: wrong rows, printed with the plan that repeats them. 2: bad input.
+    1: wrong rows, printed with the plan that repeats them. 2: bad input, or the run broke off.
     """
     with bad_input("stress"):
         chosen = _kinds(kinds)
         for name, value, most in (("calls", calls, 10**9), ("cycles", cycles, 10**6)):
             if not 1 <= value <= most:
                 raise ValueError(f"{name} must be between 1 and {most}, got {value}")
-        path = library or build(unguarded)
+        path = library or build("faults-unguarded" if unguarded else "faults")
         if not path.is_file():
             raise ValueError(f"library must be a file, got {path}")
     command = [sys.executable, "-m", "attnscope.stress.run"]
@@ -67,6 +67,9 @@ def stress_command(
                 )
     say(f"{done} calls with delays: {wrong_calls} wrong, {wrong_rows} wrong rows; "
         f"{failed} cases wrong without delays")  # fmt: skip
+    if child.returncode not in (0, 2) and not (wrong_calls or failed):
+        say("stress: the run broke off; its error is above", "red")
+        raise typer.Exit(2)
     raise typer.Exit(child.returncode)
 
 
