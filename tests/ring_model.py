@@ -456,12 +456,21 @@ def _rotated(state: int, model: Model) -> int:
     raise AssertionError(state)
 
 
+VERBS = {
+    "wait": "waits for",
+    "wait_counted": "waits for",
+    "arrive": "arrives on",
+    "write": "writes",
+    "publish": "publishes on",
+    "copy": "copies, to complete",
+}
+
+
 def describe(op: Op | None) -> str:
     assert op is not None
     if op.kind == "follow":
         return f"follows {op.text} of use {op.n}"
-    verb = {"wait": "waits for", "wait_counted": "waits for", "arrive": "arrives on",
-            "write": "writes", "publish": "publishes on", "copy": "copies, to complete"}[op.kind]  # fmt: skip
+    verb = VERBS[op.kind]
     array = op.barrier or op.buffer
     assert array is not None
     text = f"{verb} {array.name} of use {op.n - op.before * array.stages}"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import sass
 import torch
+from tile_choice import tile_choices
 from typer import Typer
 from typer.testing import CliRunner
 
@@ -78,45 +79,12 @@ def test_every_case_has_a_label_of_its_own():
     assert "fp16 d256 h4:2 b2 s512x512 causal" in labels
 
 
-CHOICE = """
-#include <cstdio>
-#include "kernels/sm90_forward/config.cuh"
-using namespace attnscope::sm90;
-int main() {
-  int head_dim, queries, heads_q, heads_kv, batch, causal, packed;
-  while (scanf("%d %d %d %d %d %d %d", &head_dim, &queries, &heads_q, &heads_kv, &batch, &causal,
-               &packed) == 7) {
-    const ForwardChoice c =
-        choose_forward(head_dim, queries, heads_q, heads_kv, batch, causal, packed, 132);
-    printf("%d %d\\n", c.row, c.grouping);
-  }
-  printf("%d\\n", kForwardTileCount);
-}
-"""
-
-
-def rows_that_serve(calls: list[tuple[int, ...]], folder: Path) -> tuple[set[int], set[int], int]:
-    """Rows of the tile table that calls use, groupings that they use, and how many rows it has."""
-    program = folder / "choice"
-    build = ["g++", "-std=c++17", "-x", "c++", f"-I{ROOT / 'csrc'}", "-o", str(program), "-"]
-    subprocess.run(build, input=CHOICE, text=True, check=True)
-    text = "\n".join(" ".join(map(str, map(int, call))) for call in calls)
-    lines = subprocess.run([program], input=text, capture_output=True, text=True, check=True)
-    *choices, count = lines.stdout.splitlines()
-    rows, groupings = zip(*(map(int, line.split()) for line in choices), strict=True)
-    return set(rows), set(groupings), int(count)
-
-
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
-def test_the_cases_use_every_tile_of_the_table(tmp_path):
-    calls = [
-        (c.head_dim, c.seqlen_q, c.heads_q, c.heads_kv, c.batch,
-         (c.causal and c.window[0] < 0), c.seqlens is not None)
-        for c in cases.all_cases()
-    ]  # fmt: skip
-    rows, groupings, count = rows_that_serve(calls, tmp_path)
-    assert rows == set(range(count))
-    assert max(groupings) > 0
+def test_the_cases_use_every_tile_of_the_table():
+    choices, count = tile_choices(list(cases.all_cases()))
+    assert {choice.row for choice in choices} == set(range(count))
+    assert any(choice.grouping for choice in choices)
+    assert any(choice.reuses_tile_slots for choice in choices)
 
 
 @pytest.mark.parametrize(
