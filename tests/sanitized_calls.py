@@ -25,8 +25,9 @@ MASKS: dict[str, dict[str, Any]] = {
     "band": {"window": (30, 40)},
     "causal-softcap": {"causal": True, "softcap": 20.0},
 }
-# Each row of the Hopper tile table (two for the long one, by the mask), with more than two tiles a thread block on 132 SMs: slots of
-# the tile ring are used again. (batch, queries, keys, heads, heads of keys, head dim)
+# Each row of the Hopper tile table (its long row: not under the causal mask), with more than two
+# tiles a thread block on 132 SMs: slots of the tile ring are used again.
+# (batch, queries, keys, heads, heads of keys, head dim)
 REUSE = (
     (56, 100, 130, 10, 5, 64), (27, 200, 260, 10, 5, 64), (80, 64, 130, 10, 10, 64),
     (6, 1025, 200, 10, 5, 64), (27, 130, 260, 10, 5, 96), (14, 257, 330, 10, 5, 128),

@@ -21,6 +21,7 @@ from attnscope import _load
 from attnscope.inputs import make_inputs
 from attnscope.numerics import check_forward_fn
 from attnscope.stress import cases, library, run
+from attnscope.stress import command as stress_module
 from attnscope.stress.command import stress_command
 from attnscope.stress.library import ALL_KINDS, KINDS, NO_DELAYS, RATE_UNIT, Faults, Plan
 
@@ -165,6 +166,16 @@ def test_the_command_prints_wrong_rows_and_exits_by_them(
     found, output = command(f"--library={_load.PACKAGE / '_C.so'}")
     assert found == code
     assert message in output
+
+
+def test_a_kernel_that_hangs_ends_the_run(monkeypatch):
+    row, popen = json.dumps(GOOD), subprocess.Popen
+    script = ["sh", "-c", f"echo '{row}'; exec sleep 60"]
+    monkeypatch.setattr(stress_module, "HANG_S", 0.5)
+    monkeypatch.setattr(subprocess, "Popen", lambda _, **options: popen(script, **options))
+    code, output = command(f"--library={_load.PACKAGE / '_C.so'}", "--calls=7")
+    assert code == 1
+    assert "a kernel hangs in the one after a" in output
 
 
 def test_wrong_rows_are_counted_once_by_any_bit_of_either_output():
