@@ -15,8 +15,8 @@ number n of the rings: it yields operations, and returns what it remembers for u
 A wait passes as mbarrier.try_wait.parity does: if the parity of the barrier's phase differs from
 that of the phase waited for. A phase two before or after looks the same.
 
-The number of uses has no bound: a role depends on n through stages and phases alone, so states that
-differ by a shift of all uses are one state. Copies of a role are interchangeable. A counterexample
+The number of uses has no bound: states that differ by a shift of all uses are one state. So a step
+must do the same for every n, up to n itself. Copies of a role are interchangeable. A counterexample
 is replayed without either reduction.
 """
 
