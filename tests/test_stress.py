@@ -96,6 +96,7 @@ def test_the_cases_use_every_tile_of_the_table():
         (["--cycles=1000001"], "cycles must be between 1 and 1000000, got 1000001"),
         (["--kinds=copy,slow"], "kinds must be among late-copy, copy, query"),
         (["--kinds=copy,slow"], "got slow"),
+        (["--kinds=,"], "got ,"),
         (["--library=/no/such.so"], "library must be a file, got /no/such.so"),
     ],
 )
@@ -155,6 +156,7 @@ FAILED = GOOD | {"case": "c", "error": "out is off"}
         ([GOOD, GOOD], 0, 0, "14 calls with delays: 0 wrong, 0 wrong rows; 0 cases wrong"),
         ([GOOD, WRONG], 1, 1, "b: 2 of 7 calls wrong, 31 rows; seed 5"),
         ([GOOD, FAILED], 1, 1, "c: against fp64, without delays: out is off"),
+        ([GOOD, WRONG], -11, 1, "the run broke off; its error is above"),
         ([GOOD], 1, 2, "the run broke off; its error is above"),
         ([GOOD], -11, 2, "the run broke off; its error is above"),
     ],

@@ -79,10 +79,10 @@ def stress_command(
     if watch.expired:
         say(f"no case ended for {limit_s:.0f} s: a kernel hangs in the one after {last}", "red")
         raise typer.Exit(1)
-    if child.returncode not in (0, 2) and not (wrong_calls or failed):
+    broke_off = child.returncode not in (0, 2) and not (wrong_calls or failed)
+    if broke_off or child.returncode < 0:
         say("stress: the run broke off; its error is above", "red")
-        raise typer.Exit(2)
-    raise typer.Exit(child.returncode)
+    raise typer.Exit(1 if wrong_calls or failed else 2 if broke_off else child.returncode)
 
 
 class Watch:
@@ -112,7 +112,10 @@ class Watch:
 def _kinds(text: str) -> int:
     if not text:
         return ALL_KINDS
-    unknown = [word for word in split(text) if word not in KINDS]
-    if unknown:
-        raise ValueError(f"kinds must be among {', '.join(KINDS)}, got {', '.join(unknown)}")
-    return sum(1 << KINDS.index(word) for word in set(split(text)))
+    words = split(text)
+    unknown = [word for word in words if word not in KINDS]
+    if unknown or not words:
+        raise ValueError(
+            f"kinds must be among {', '.join(KINDS)}, got {', '.join(unknown) or text}"
+        )
+    return sum(1 << KINDS.index(word) for word in set(words))
