@@ -6,6 +6,8 @@
 //               copies. The mailbox has room for one.
 // Planted       -DATTNSCOPE_UNGUARDED_RING removes the guard of attn/ring.cuh, to test that the
 //               stress finds the race.
+//               -DATTNSCOPE_PLANTED_RACE lets the scheduler write a tile's description without
+//               waiting for its readers, to test that racecheck finds it.
 #pragma once
 
 #include <cstdint>
@@ -29,6 +31,12 @@ enum class Fault : uint32_t {
 constexpr bool kGuardedRing = false;
 #else
 constexpr bool kGuardedRing = true;
+#endif
+
+#ifdef ATTNSCOPE_PLANTED_RACE
+constexpr bool kGuardedTiles = false;
+#else
+constexpr bool kGuardedTiles = true;
 #endif
 
 // racecheck follows an mbarrier arrival for the lane that arrives, and not what other lanes of the

@@ -7,7 +7,7 @@
 // Invariant: who waits on a barrier waits for each of its phases, in order. A parity wait cannot
 // distinguish a phase from the phase two before it. A consumer that skips a phase may pass its next
 // wait at once, and read a buffer before it is filled. So a consumer that does not need a buffer
-// also waits for `full` before it releases the buffer. tests/test_ring_model.py explores the
+// also waits for `full` before it releases the buffer. tests/stress/test_ring_model.py explores the
 // states.
 #pragma once
 

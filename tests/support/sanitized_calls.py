@@ -1,77 +1,141 @@
-"""A small grid of calls, for compute-sanitizer: `python sanitized_calls.py IMPL`.
+"""Calls for compute-sanitizer: `python sanitized_calls.py IMPL PART`.
 
-Only this project's kernels run: racecheck fails in some of torch's, which the tests use to compare.
+Inputs are copied from the host: initcheck sees what a copy writes, and racecheck fails in some of
+torch's kernels.
 """
 
+from __future__ import annotations
+
+import math
 import sys
+import time
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from attnscope import attention, attention_varlen
+from attnscope.inputs import Case
+from attnscope.stress.cases import PACKED, case
 
-MASKS = (
-    {},
-    {"causal": True},
-    {"window": (20, -1)},
-    {"window": (30, 40)},
-    {"causal": True, "softcap": 20.0},
-)
-LENGTHS = ((1, 1), (65, 130), (257, 130), (513, 520), (1100, 1100))
-PACKED = ((65, 65), (1, 130), (0, 9), (1000, 300), (7, 0), (640, 1280))
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "left": {"window": (20, -1)},
+    "band": {"window": (30, 40)},
+    "causal-softcap": {"causal": True, "softcap": 20.0},
+}
+# Each row of the Hopper tile table (its long row: not under the causal mask), with more than two
+# tiles a thread block on 132 SMs: slots of the tile ring are used again.
+# (batch, queries, keys, heads, heads of keys, head dim)
+REUSE = (
+    (56, 100, 130, 10, 5, 64), (27, 200, 260, 10, 5, 64), (80, 64, 130, 10, 10, 64),
+    (6, 1025, 200, 10, 5, 64), (27, 130, 260, 10, 5, 96), (14, 257, 330, 10, 5, 128),
+    (54, 64, 200, 10, 10, 128), (27, 100, 330, 10, 5, 128), (27, 100, 260, 10, 5, 192),
+    (27, 100, 200, 10, 5, 256),
+)  # fmt: skip
 
 
-def randn(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+def shapes() -> Iterator[Case]:
+    """Odd lengths, packed batches and grouped heads, under every mask."""
+    for head_dim in (40, 64, 96, 128, 192, 256):
+        for mask in MASKS.values():
+            for seqlen_q, seqlen_k in ((1, 1), (65, 130), (257, 130), (513, 520)):
+                yield case(1, seqlen_q, seqlen_k, 2, 1, head_dim, **mask)
+            yield case(heads_q=2, heads_kv=1, head_dim=head_dim, seqlens=PACKED[0], **mask)
+        yield case(40, 9, 130, 16, 2, head_dim, causal=True)
+        yield case(heads_kv=1, head_dim=head_dim, seqlens=((3, 3), (7, 7)) * 20, causal=True)
+        yield case(1, 65, 130, 2, 1, head_dim, "float16", causal=True)
+    for mask in MASKS.values():  # two heads in a tile, and an odd one
+        yield case(50, 100, 130, 5, 5, 64, **mask)
 
 
-def cu_seqlens(lengths: list[int]) -> torch.Tensor:
-    ends = torch.tensor([0, *lengths]).cumsum(0)
-    return ends.to(device="cuda", dtype=torch.int32)
+def reuse() -> Iterator[Case]:
+    """Slots of the tile ring used again: without a checker of V, with one, and with skips."""
+    for shape in REUSE:
+        for name in ("full", "causal", "band"):
+            yield case(*shape, **MASKS[name])
 
 
-def main(impl: str) -> None:
-    calls = 0
-    for head_dim in (40, 64, 96, 128, 256):
-        for mask in MASKS:
-            for seqlen_q, seqlen_k in LENGTHS:
-                k, v = (randn(1, seqlen_k, 1, head_dim) for _ in range(2))
-                attention(randn(1, seqlen_q, 2, head_dim), k, v, impl=impl, **mask)
-                calls += 1
-            q_lengths, k_lengths = (list(lengths) for lengths in zip(*PACKED, strict=True))
+def values() -> Iterator[Case]:
+    """NaN in V: the checker's rare path, and the epilogue's."""
+    for head_dim in (64, 96, 128, 256):
+        for name in ("causal", "band"):
+            yield case(4, 300, 300, 4, 2, head_dim, **MASKS[name])
+            yield case(heads_q=2, heads_kv=1, head_dim=head_dim, seqlens=PACKED[0], **MASKS[name])
+    yield case(50, 100, 130, 5, 5, 64, causal=True)
+
+
+def handover() -> Iterator[Case]:
+    """Many tiles of many equal blocks: what the planted race is looked for in.
+
+    The producer runs less than a tile ahead of the consumers, and all tiles have the same blocks.
+    So a scheduler that does not wait writes nothing that is still needed: no run hangs.
+    """
+    yield case(14, 257, 1024, 10, 5, 128)
+
+
+def graph() -> Iterator[Case]:
+    """In a CUDA graph: the static schedule."""
+    for shape in (REUSE[0], REUSE[3], REUSE[5], REUSE[9]):
+        for name in ("full", "causal"):
+            yield case(*shape, **MASKS[name])
+    yield case(heads_q=2, heads_kv=1, seqlens=PACKED[0], causal=True)
+
+
+PARTS = {part.__name__: part for part in (shapes, reuse, values, handover, graph)}
+
+
+class Inputs:
+    """Tensors of a case on the device, from a pool of random numbers on the host."""
+
+    def __init__(self) -> None:
+        self.pool = torch.randn(1 << 24).bfloat16()
+
+    def tensor(self, c: Case, not_finite: bool, *shape: int) -> torch.Tensor:
+        x = self.pool[: math.prod(shape)].reshape(shape).clone()
+        if not_finite:  # the first and the last key too
+            rows = x.view(-1, *shape[-2:])
+            rows[:: max(1, len(rows) // 7)] = float("nan")
+            rows[-1] = float("inf")
+        return x.to(getattr(torch, c.dtype)).cuda()
+
+    def of(self, c: Case, not_finite: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """q, k, v and, of a packed batch, the cumulative lengths."""
+        rows_q, rows_k, bounds = (c.batch, c.seqlen_q), (c.batch, c.seqlen_k), []
+        if c.seqlens is not None:
+            lengths = torch.tensor([(0, 0), *c.seqlens], dtype=torch.int32).cumsum(0).int()
+            bounds = [lengths[:, i].contiguous().cuda() for i in range(2)]
             # Rows past the last sequence belong to none.
-            q = randn(sum(q_lengths) + 5, 2, head_dim)
-            k, v = (randn(sum(k_lengths) + 3, 1, head_dim) for _ in range(2))
-            bounds = cu_seqlens(q_lengths), cu_seqlens(k_lengths)
-            attention_varlen(q, k, v, *bounds, max(q_lengths), max(k_lengths), impl=impl, **mask)
-            calls += 1
-    # The tiles for long sequences under a causal mask; views with strides of their own.
-    for head_dim in (64, 128):
-        q, k, v = (randn(1, 1, 4200, head_dim).transpose(1, 2) for _ in range(3))
-        attention(q, k, v, causal=True, impl=impl)
-        calls += 1
-    # Heads of a group side by side.
-    k, v = (randn(40, 130, 1, 64) for _ in range(2))
-    attention(randn(40, 9, 4, 64), k, v, causal=True, impl=impl)
-    # Two heads in a tile, and one.
-    k, v = (randn(50, 130, 5, 64) for _ in range(2))
-    for mask in ({"causal": True}, {"window": (20, 9)}):
-        attention(randn(50, 100, 5, 64), k, v, impl=impl, **mask)
-        calls += 1
-    lengths = [1 + i % 7 for i in range(40)]
-    q, k, v = (randn(sum(lengths), heads, 64) for heads in (4, 1, 1))
-    attention_varlen(q, k, v, *2 * [cu_seqlens(lengths)], 7, 7, causal=True, impl=impl)
-    # The slow paths for NaN in V and for giant logits.
-    for head_dim in (64, 96, 128, 192, 256):
-        q, k, v = (randn(1, 150, 1, head_dim) for _ in range(3))
-        v[:, 40] = float("nan")
-        q[:, 70] *= 1e4
-        attention(q, k, v, causal=True, softcap=1e6, impl=impl)
-        attention(q * 1e4, k, v, window=(20, 9), impl=impl)
-        calls += 2
-    calls += 2
-    torch.cuda.synchronize()
-    print(f"{calls} calls done")
+            rows_q, rows_k = (int(lengths[-1, 0]) + 5,), (int(lengths[-1, 1]) + 3,)
+        q = self.tensor(c, False, *rows_q, c.heads_q, c.head_dim)
+        k = self.tensor(c, False, *rows_k, c.heads_kv, c.head_dim)
+        v = self.tensor(c, not_finite, *rows_k, c.heads_kv, c.head_dim)
+        return [q, k, v], bounds
+
+
+def call(c: Case, tensors: list[torch.Tensor], bounds: list[torch.Tensor], impl: str) -> None:
+    if bounds:
+        attention_varlen(*tensors, *bounds, c.seqlen_q, c.seqlen_k, impl=impl, **c.options)
+    else:
+        attention(*tensors, impl=impl, **c.options)
+
+
+def main(impl: str, part: str) -> None:
+    begin, count, inputs = time.monotonic(), 0, Inputs()
+    for c in PARTS[part]():
+        tensors, bounds = inputs.of(c, part == "values")
+        call(c, tensors, bounds, impl)
+        if part == "graph":
+            captured = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(captured):
+                call(c, tensors, bounds, impl)
+            captured.replay()
+            captured.replay()
+        torch.cuda.synchronize()
+        count += 1
+    print(f"{count} calls done in {time.monotonic() - begin:.0f} s")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2])

@@ -193,7 +193,9 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
     __syncwarp();
     timeline.tile(tiles, SchedulerTile::kAwaitSlot);
     const TileSlot slot(tiles);
-    ptx::mbarrier_wait(shared_address(&s.tile_empty[slot.stage]), slot.parity ^ 1);
+    if constexpr (kGuardedTiles) {
+      ptx::mbarrier_wait(shared_address(&s.tile_empty[slot.stage]), slot.parity ^ 1);
+    }
     timeline.tile(tiles, SchedulerTile::kHand);
     TileWork& w = s.tile[slot.stage];
     bool stop;

@@ -64,9 +64,9 @@ def all_cases() -> Iterator[Case]:
     # Two heads in a tile, and an odd number of them.
     for options in MASKS.values():
         yield case(50, 100, 130, 5, 5, 64, **options)
-    # Long sequences: the tiles for many queries.
+    # Long sequences and more tiles than SMs: the tiles for many queries.
     for head_dim in (64, 128, 256):
-        yield case(1, 4200, 4200, 2, 1, head_dim, causal=True)
+        yield case(1, 4200, 4200, 8, 4, head_dim, causal=True)
 
 
 def plans(seed: int, count: int, cycles: int, kinds: int) -> Iterator[tuple[int, int, int, int]]:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,8 @@ import typer
 from attnscope.common.console import say
 from attnscope.common.options import bad_input, split
 from attnscope.stress.library import ALL_KINDS, KINDS, MAX_CYCLES, build
+
+HANG_S = 300  # without the end of a case, and 10 ms for each call in all
 
 
 def stress_command(
@@ -35,24 +38,29 @@ def stress_command(
     Builds the CUDA library with -DATTNSCOPE_FAULTS on first use (it needs nvcc and the source
     tree). Copies, releases and tiles are delayed at random by up to --cycles; each case is compared
     with fp64 first. A protocol is right if no delay changes a bit. Exit code 0: no row is wrong.
-    1: wrong rows, printed with the plan that repeats them. 2: bad input.
+    1: wrong rows, printed with the plan that repeats them, or a kernel that hangs. 2: bad input, or
+    the run broke off.
     """
     with bad_input("stress"):
         chosen = _kinds(kinds)
         for name, value, most in (("calls", calls, 10**9), ("cycles", cycles, 10**6)):
             if not 1 <= value <= most:
                 raise ValueError(f"{name} must be between 1 and {most}, got {value}")
-        path = library or build(unguarded)
+        path = library or build("faults-unguarded" if unguarded else "faults")
         if not path.is_file():
             raise ValueError(f"library must be a file, got {path}")
     command = [sys.executable, "-m", "attnscope.stress.run"]
     command += [f"--calls={calls}", f"--cycles={cycles}", f"--kinds={chosen}", f"--seed={seed}"]
     environment = os.environ | {"ATTNSCOPE_CUDA_LIBRARY": str(path.resolve())}
     done = wrong_calls = wrong_rows = failed = 0
+    limit_s, last = HANG_S + calls / 100, "the start"
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
+        watch = Watch(child, limit_s)
         for line in child.stdout:
+            watch.restart()
             row = json.loads(line)
+            last = row["case"]
             done += row["calls"]
             wrong_calls += row["wrong_calls"]
             wrong_rows += row["wrong_rows"]
@@ -65,15 +73,49 @@ def stress_command(
                     f"{row['wrong_rows']} rows; {row['plan']}",
                     "red",
                 )
+        watch.stop()
     say(f"{done} calls with delays: {wrong_calls} wrong, {wrong_rows} wrong rows; "
         f"{failed} cases wrong without delays")  # fmt: skip
-    raise typer.Exit(child.returncode)
+    if watch.expired:
+        say(f"no case ended for {limit_s:.0f} s: a kernel hangs in the one after {last}", "red")
+        raise typer.Exit(1)
+    broke_off = child.returncode not in (0, 2) and not (wrong_calls or failed)
+    if broke_off or child.returncode < 0:
+        say("stress: the run broke off; its error is above", "red")
+    raise typer.Exit(1 if wrong_calls or failed else 2 if broke_off else child.returncode)
+
+
+class Watch:
+    """Kills a process that is silent for `limit_s` seconds: a wrong protocol may wait for ever."""
+
+    def __init__(self, child: subprocess.Popen[str], limit_s: float) -> None:
+        self.child, self.limit_s, self.expired = child, limit_s, False
+        self.start()
+
+    def start(self) -> None:
+        self.timer = threading.Timer(self.limit_s, self.expire)
+        self.timer.daemon = True
+        self.timer.start()
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+    def expire(self) -> None:
+        self.expired = True
+        self.child.kill()
+
+    def stop(self) -> None:
+        self.timer.cancel()
 
 
 def _kinds(text: str) -> int:
     if not text:
         return ALL_KINDS
-    unknown = [word for word in split(text) if word not in KINDS]
-    if unknown:
-        raise ValueError(f"kinds must be among {', '.join(KINDS)}, got {', '.join(unknown)}")
-    return sum(1 << KINDS.index(word) for word in set(split(text)))
+    words = split(text)
+    unknown = [word for word in words if word not in KINDS]
+    if unknown or not words:
+        raise ValueError(
+            f"kinds must be among {', '.join(KINDS)}, got {', '.join(unknown) or text}"
+        )
+    return sum(1 << KINDS.index(word) for word in set(words))

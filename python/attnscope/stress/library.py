@@ -1,4 +1,4 @@
-"""The CUDA library with injected delays: built from the source tree, driven by ctypes."""
+"""Variants of the CUDA library: built from the source tree; delays are set through ctypes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,17 @@ from pathlib import Path
 from attnscope._load import PACKAGE, REBUILD
 
 # As enum Fault in csrc/attn/faults.cuh.
-KINDS = ("late-copy", "copy", "query", "release", "release-tile", "tile", "check")
+KINDS = ("late-copy", "copy", "query", "release", "release-tile", "tile")
 ALL_KINDS = (1 << len(KINDS)) - 1
 RATE_UNIT = 65536  # a plan's rate is a share of this many occasions
 MAX_CYCLES = 20_000
-GUARDED, UNGUARDED = Path("build/faults"), Path("build/faults-unguarded")
+# The definitions of each variant; its folder in build/ has its name.
+VARIANTS = {
+    "faults": ("ATTNSCOPE_FAULTS",),
+    "faults-unguarded": ("ATTNSCOPE_FAULTS", "ATTNSCOPE_UNGUARDED_RING"),
+    "racecheck": ("ATTNSCOPE_RACECHECK",),
+    "planted-race": ("ATTNSCOPE_RACECHECK", "ATTNSCOPE_PLANTED_RACE"),
+}
 
 
 @dataclass(frozen=True)
@@ -36,27 +42,28 @@ class Plan:
 NO_DELAYS = Plan(0, 0, 0, 0)
 
 
-def build(unguarded: bool = False) -> Path:
-    """Build the library with -DATTNSCOPE_FAULTS and return its path; seconds where it is current.
+def build(variant: str = "faults") -> Path:
+    """Build a variant of the CUDA library and return its path; seconds where it is current.
 
-    `unguarded` takes the invariant of csrc/attn/ring.cuh out again. Raises ValueError outside the
-    source tree or where the build fails.
+    `faults` has injected delays; `faults-unguarded` also lacks the invariant of
+    csrc/attn/ring.cuh. `racecheck` arrives at barriers in a way that racecheck follows;
+    `planted-race` also has a race for it to find (csrc/attn/faults.cuh).
+    Raises ValueError outside the source tree or where the build fails.
     """
     root = next((r for r in (PACKAGE.parents[1], Path.cwd()) if (r / "setup.py").is_file()), None)
     if root is None:
         raise ValueError(
             f"the working folder must be attnscope's source tree, got {Path.cwd()}. The library "
-            "with injected delays is compiled from it; clone the sources and run the command there"
+            "is compiled from it; clone the sources and run the command there"
         )
-    folder = UNGUARDED if unguarded else GUARDED
-    defines = "ATTNSCOPE_FAULTS" + (",ATTNSCOPE_UNGUARDED_RING" if unguarded else "")
+    folder, defines = Path("build") / variant, ",".join(VARIANTS[variant])
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--define", defines]
     run = subprocess.run(
         [*command, "--build-temp", str(folder)], cwd=root, capture_output=True, text=True
     )
     path = root / folder / "_C_cuda.so"
     if run.returncode or not path.exists():
-        raise ValueError(f"the library with injected delays does not build; {REBUILD} first:\n"
+        raise ValueError(f"the variant {variant} does not build; {REBUILD} first:\n"
                          f"{run.stdout[-2000:]}{run.stderr[-2000:]}")  # fmt: skip
     return path
 
@@ -65,10 +72,9 @@ class Faults:
     """The library in this process: delays for the launches that follow."""
 
     def __init__(self, path: Path) -> None:
-        library = ctypes.CDLL(str(path))
         try:
-            self._set = library.attnscope_set_faults
-        except AttributeError:
+            self._set = ctypes.CDLL(str(path)).attnscope_set_faults
+        except (AttributeError, OSError):
             raise ValueError(
                 f"library must be a build with -DATTNSCOPE_FAULTS, got {path}. "
                 "Leave --library out to have it built"

@@ -1,0 +1,95 @@
+"""compute-sanitizer on the kernels: memory, races, barriers, uninitialised memory.
+
+racecheck follows an mbarrier's arrivals for the lane that arrives, and no copy by TMA. It runs on a
+variant of the library in which every lane that has read arrives (csrc/attn/faults.cuh).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sanitized_calls
+from tile_choice import tile_choices
+
+from attnscope.stress.library import build
+
+SCRIPT = Path(sanitized_calls.__file__)
+NO_ERRORS = "ERROR SUMMARY: 0 errors"
+CLEAN = {
+    "memcheck": NO_ERRORS,
+    "racecheck": "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
+    "synccheck": NO_ERRORS,
+    "initcheck": NO_ERRORS,
+}
+# initcheck: `values` reads outputs that TMA has written, which the tool does not see.
+RUNS = [
+    (tool, impl, part)
+    for tool in CLEAN
+    for impl in ("cuda", "cuda-sm80")
+    for part in sanitized_calls.PARTS
+    if not (tool == "initcheck" and part == "values")
+]
+
+
+def sanitize(
+    tool: str, impl: str, part: str, library: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    sanitizer = shutil.which("compute-sanitizer")
+    assert sanitizer is not None
+    command = [sanitizer, f"--tool={tool}", "--error-exitcode=99", "--kernel-name=kns=attnscope"]
+    environment = dict(os.environ)
+    if part != "graph":  # a capture needs the cache
+        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    if library is not None:
+        environment["ATTNSCOPE_CUDA_LIBRARY"] = str(library)
+    return subprocess.run(
+        [*command, sys.executable, str(SCRIPT), impl, part],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_the_calls_use_every_tile_of_the_table_and_its_slots_again():
+    choices, count = tile_choices(list(sanitized_calls.reuse()))
+    assert [choice.row for choice in choices[::3]] == list(range(count))
+    assert all(choice.reuses_tile_slots for choice in choices)
+    assert {choice.row for choice in choices} == set(range(count))
+    (handover,), _ = tile_choices(list(sanitized_calls.handover()))
+    assert handover.reuses_tile_slots
+    grouped, _ = tile_choices(list(sanitized_calls.shapes()))
+    assert {c.row for c in grouped if c.grouping} == {2, 4, 7, 8, 9}, "one row of each head dim"
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitizer
+@pytest.mark.parametrize(("tool", "impl", "part"), RUNS)
+def test_compute_sanitizer_finds_nothing(tool, impl, part):
+    variant = build("racecheck") if tool == "racecheck" and impl == "cuda" else None
+    result = sanitize(tool, impl, part, variant)
+    found = [line for line in result.stdout.splitlines() if line.startswith("=========")]
+    assert result.returncode == 0, "\n".join([*found[:60], result.stderr[-2000:]])
+    assert CLEAN[tool] in result.stdout
+    (done,) = re.findall(r"\d+ calls done in \d+ s", result.stdout)
+    print(done)
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.sanitizer
+@pytest.mark.slow
+def test_racecheck_finds_a_planted_race():
+    """A scheduler that does not wait for the readers of a tile's description."""
+    result = sanitize("racecheck", "cuda", "handover", build("planted-race"))
+    assert "calls done" in result.stdout, result.stdout[-2000:] + result.stderr[-2000:]
+    (hazards,) = re.findall(r"RACECHECK SUMMARY: (\d+) hazards? displayed", result.stdout)
+    assert int(hazards) > 0
+    assert "scheduler.cuh" in result.stdout

@@ -1,0 +1,419 @@
+"""The rings of the Hopper forward kernel, explored state by state: see ring_model.py.
+
+What the kernel decides by tiles and masks is left open here, so that every pattern is covered:
+where tiles end (for the producer and each consumer by itself), which uses a consumer reads, which V
+is checked. An agent stands for a consumer, and likewise for a warp of one: warps of a consumer
+arrive by themselves.
+"""
+
+from __future__ import annotations
+
+import pytest
+from ring_model import (
+    Barrier,
+    Buffer,
+    Explorer,
+    Model,
+    Op,
+    Role,
+    Step,
+    arrive,
+    choose,
+    copy,
+    decide,
+    explore,
+    follow,
+    publish,
+    wait,
+    wait_before,
+    wait_counted,
+    write,
+)
+
+
+def skip(full: Barrier, empty: Barrier, n: int, guarded: bool) -> tuple[Op, Op]:
+    """What Consumer::skip does with one ring."""
+    return (wait(full, n) if guarded else wait_before(empty, n)), arrive(empty, n)
+
+
+def one_ring(stages: int, consumers: int, guarded: bool = True, readers: int = 0) -> Model:
+    """K or V alone. `readers` consumers read every use, the others any."""
+    data = Buffer("data", stages)
+    full, empty = Barrier("full", stages), Barrier("empty", stages, consumers + readers)
+
+    def producer(n: int, _: None) -> Step:
+        yield wait_before(empty, n)
+        yield copy(data, n, full)
+
+    def reader(n: int, _: None) -> Step:
+        yield wait(full, n, reads=data)
+        yield arrive(empty, n, reads=data)
+
+    def consumer(n: int, _: None) -> Step:
+        if (yield choose()):
+            yield from reader(n, None)
+        else:
+            yield from skip(full, empty, n, guarded)
+
+    roles = [Role("producer", producer), Role("consumer", consumer, copies=consumers)]
+    roles += [Role("reader", reader, copies=readers)] if readers else []
+    return Model(tuple(roles), (data,), (full, empty))
+
+
+class KeysAndValues:
+    """Both rings: K one block ahead of V, and V of some uses checked before it is full."""
+
+    def __init__(
+        self, stages: int, consumers: int, guarded: bool = True, checks: bool = False,
+        readers: int = 0, late_checks: bool = False,
+    ) -> None:  # fmt: skip
+        self.guarded, self.checks, self.late_checks = guarded, checks, late_checks
+        self.k, self.v = Buffer("K", stages), Buffer("V", stages)
+        arrivals = consumers + readers
+        self.k_full, self.v_full = Barrier("k_full", stages), Barrier("v_full", stages)
+        self.k_empty = Barrier("k_empty", stages, arrivals)
+        self.v_empty = Barrier("v_empty", stages, arrivals)
+        self.v_landed = Barrier("v_landed", stages, counted=True)
+        roles = [Role("producer", self.produce, start=False)]
+        roles += [Role("consumer", self.consume, start=False, copies=consumers)]
+        roles += [Role("reader", self.read, start=False, copies=readers)] if readers else []
+        roles += [Role("checker", self.check)] if checks else []
+        barriers = [self.k_full, self.k_empty, self.v_full, self.v_empty]
+        barriers += [self.v_landed] if checks else []
+        self.model = Model(tuple(roles), (self.k, self.v), tuple(barriers))
+
+    def load_value(self, n: int) -> Step:
+        checked = self.checks and (yield decide("checked", n))
+        yield wait_before(self.v_empty, n)
+        landed = self.v_landed if checked and not self.late_checks else self.v_full
+        yield copy(self.v, n, landed, raw=checked)
+
+    def produce(self, n: int, ahead: bool) -> Step:
+        """`ahead`: V of use n - 1 is of the same tile, and still to load."""
+        yield wait_before(self.k_empty, n)
+        yield copy(self.k, n, self.k_full)
+        if ahead:
+            yield from self.load_value(n - 1)
+        if (yield choose()):
+            return True
+        yield from self.load_value(n)
+        return False
+
+    def check(self, n: int, _: None) -> Step:
+        if (yield follow("checked", n)):
+            if self.late_checks:  # beside the consumers, not before them
+                yield wait(self.v_full, n)
+                return
+            yield wait_counted(self.v_landed, n, reads=self.v)
+            yield publish(self.v_full, n, writes=self.v)
+
+    def consume(self, n: int, running: bool) -> Step:
+        if not running and (yield choose()):
+            yield from skip(self.k_full, self.k_empty, n, self.guarded)
+            yield from skip(self.v_full, self.v_empty, n, self.guarded)
+            return False
+        return (yield from self.read(n, running))
+
+    def read(self, n: int, running: bool) -> Step:
+        """`running`: K of use n is awaited, V of use n - 1 is not yet released."""
+        if not running:  # first_block
+            yield wait(self.k_full, n, reads=self.k)
+            yield arrive(self.k_empty, n, reads=self.k)
+        else:  # step
+            yield wait(self.v_full, n - 1, reads=self.v)
+            yield arrive(self.k_empty, n, reads=self.k)
+        more = yield choose()
+        if more:
+            yield wait(self.k_full, n + 1, reads=self.k)
+        if running:
+            yield arrive(self.v_empty, n - 1, reads=self.v)
+        if not more:  # last_output
+            yield wait(self.v_full, n, reads=self.v)
+            yield arrive(self.v_empty, n, reads=self.v)
+        return more
+
+
+def tile_ring(
+    consumers: int, q_stages: int, checks: bool, prefetch: bool = False, guarded: bool = True
+) -> Model:
+    """Descriptions of tiles, and Q. An arrival of all lanes of a warp is one arrival."""
+    tile = Buffer("tile", 2)
+    tile_full = Barrier("tile_full", 2)
+    tile_empty = Barrier("tile_empty", 2, consumers + checks + 2)
+    tile_wanted = Barrier("tile_wanted", 1)
+    q = [Buffer(f"Q {i}", q_stages) for i in range(consumers)]
+    q_full = [Barrier(f"q_full {i}", q_stages) for i in range(consumers)]
+    q_empty = [Barrier(f"q_empty {i}", q_stages) for i in range(consumers)]
+
+    def schedule(n: int, started: bool) -> Step:
+        if started and not prefetch:
+            yield wait(tile_wanted, n - 1)
+        if guarded:
+            yield wait_before(tile_empty, n)
+        yield write(tile, n)
+        yield publish(tile_full, n, writes=tile)
+        return True
+
+    def produce(n: int, _: None) -> Step:
+        yield wait(tile_full, n, reads=tile)
+        yield arrive(tile_empty, n, reads=tile)
+        yield arrive(tile_wanted, n)
+
+    def produce_queries(n: int, _: None) -> Step:
+        yield wait(tile_full, n, reads=tile)
+        yield arrive(tile_empty, n, reads=tile)
+        for i in range(consumers):
+            yield wait_before(q_empty[i], n)
+            yield copy(q[i], n, q_full[i])
+
+    def check(n: int, _: None) -> Step:
+        yield wait(tile_full, n, reads=tile)
+        yield arrive(tile_empty, n, reads=tile)
+
+    def consumer(i: int) -> Role:
+        def consume(n: int, _: None) -> Step:
+            yield wait(tile_full, n, reads=tile)
+            yield wait(q_full[i], n, reads=q[i])
+            yield arrive(q_empty[i], n, reads=q[i])
+            yield arrive(tile_empty, n, reads=tile)
+
+        return Role(f"consumer {i}", consume)
+
+    roles = [Role("scheduler", schedule, start=False), Role("producer", produce)]
+    roles += [Role("producer of Q", produce_queries), *map(consumer, range(consumers))]
+    roles += [Role("checker", check)] if checks else []
+    barriers = (tile_full, tile_empty, tile_wanted, *q_full, *q_empty)
+    return Model(tuple(roles), (tile, *q), barriers)
+
+
+def whole_kernel(consumers: int, q_stages: int, stages: int = 2) -> Model:
+    """All rings together, with one block of keys a tile: what waits across rings."""
+    tile, k, v = Buffer("tile", 2), Buffer("K", stages), Buffer("V", stages)
+    tile_full, tile_empty = Barrier("tile_full", 2), Barrier("tile_empty", 2, consumers + 2)
+    tile_wanted = Barrier("tile_wanted", 1)
+    k_full, k_empty = Barrier("k_full", stages), Barrier("k_empty", stages, consumers)
+    v_full, v_empty = Barrier("v_full", stages), Barrier("v_empty", stages, consumers)
+    q = [Buffer(f"Q {i}", q_stages) for i in range(consumers)]
+    q_full = [Barrier(f"q_full {i}", q_stages) for i in range(consumers)]
+    q_empty = [Barrier(f"q_empty {i}", q_stages) for i in range(consumers)]
+
+    def schedule(n: int, started: bool) -> Step:
+        if started:
+            yield wait(tile_wanted, n - 1)
+        yield wait_before(tile_empty, n)
+        yield write(tile, n)
+        yield publish(tile_full, n, writes=tile)
+        return True
+
+    def produce(n: int, _: None) -> Step:
+        yield wait(tile_full, n, reads=tile)
+        yield arrive(tile_empty, n, reads=tile)
+        yield arrive(tile_wanted, n)
+        yield wait_before(k_empty, n)
+        yield copy(k, n, k_full)
+        yield wait_before(v_empty, n)
+        yield copy(v, n, v_full)
+
+    def produce_queries(n: int, _: None) -> Step:
+        yield wait(tile_full, n, reads=tile)
+        yield arrive(tile_empty, n, reads=tile)
+        for i in range(consumers):
+            yield wait_before(q_empty[i], n)
+            yield copy(q[i], n, q_full[i])
+
+    def consumer(i: int) -> Role:
+        def consume(n: int, _: None) -> Step:
+            yield wait(tile_full, n, reads=tile)
+            yield wait(q_full[i], n, reads=q[i])
+            reads = yield choose()
+            yield wait(k_full, n, reads=k if reads else None)
+            yield arrive(k_empty, n, reads=k if reads else None)
+            if reads:
+                yield arrive(q_empty[i], n, reads=q[i])
+            yield wait(v_full, n, reads=v if reads else None)
+            yield arrive(v_empty, n, reads=v if reads else None)
+            if not reads:
+                yield arrive(q_empty[i], n)
+            yield arrive(tile_empty, n, reads=tile)
+
+        return Role(f"consumer {i}", consume)
+
+    roles = [Role("scheduler", schedule, start=False), Role("producer", produce)]
+    roles += [Role("producer of Q", produce_queries), *map(consumer, range(consumers))]
+    barriers = (tile_full, tile_empty, tile_wanted, k_full, k_empty, v_full, v_empty)
+    return Model(tuple(roles), (tile, k, v, *q), (*barriers, *q_full, *q_empty))
+
+
+def assert_sound(model: Model) -> None:
+    result = explore(model)
+    print(result)  # how many states
+    assert not result.failure, result
+
+
+def slow(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("consumers", [1, 2, 3, 4])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_a_ring_is_right_in_every_order(stages, consumers):
+    """10 states (1 stage, 1 consumer) to 13,706 (4 stages, 4 consumers)."""
+    assert_sound(one_ring(stages, consumers))
+
+
+@pytest.mark.parametrize(
+    ("stages", "consumers"),
+    [(2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (4, 1), slow(3, 3), slow(4, 2)],
+)
+def test_k_and_v_are_right_in_every_order(stages, consumers):
+    """1,060 states (2 stages, 1 consumer) to 72,982 (2, 3); slow: 454,914 (3, 3)."""
+    assert_sound(KeysAndValues(stages, consumers).model)
+
+
+@pytest.mark.parametrize(
+    ("stages", "consumers"), [(2, 1), (2, 2), (3, 1), slow(2, 3), slow(3, 2), slow(4, 1)]
+)
+def test_k_and_v_with_a_checker_are_right_in_every_order(stages, consumers):
+    """5,410 states (2 stages, 1 consumer) to 46,162 (3, 1); slow: up to 380,290 (4, 1)."""
+    assert_sound(KeysAndValues(stages, consumers, checks=True).model)
+
+
+@pytest.mark.parametrize("checks", [False, True])
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("q_stages", [1, 2])
+@pytest.mark.parametrize("consumers", [1, 2])
+def test_tiles_and_q_are_right_in_every_order(consumers, q_stages, prefetch, checks):
+    """253 states (1 consumer, 1 stage of Q, no checker) to 41,553 (2, 2, prefetch, checker)."""
+    assert_sound(tile_ring(consumers, q_stages, checks, prefetch))
+
+
+@pytest.mark.parametrize(("consumers", "q_stages"), [(1, 1), (1, 2), (2, 1), slow(2, 2)])
+def test_all_rings_together_are_right_in_every_order(consumers, q_stages):
+    """4,673 states (1 consumer, 1 stage of Q) to 63,893 (2, 1); slow: 166,871 (2, 2)."""
+    assert_sound(whole_kernel(consumers, q_stages))
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_an_unguarded_skip_reads_a_buffer_too_early(stages):
+    """The use before was skipped unread: a wait for its copy would have come first."""
+    for model in (
+        one_ring(stages, 1, guarded=False, readers=1),
+        KeysAndValues(stages, 1, guarded=False, readers=1).model,
+    ):
+        result = explore(model)
+        print(result)
+        assert f"of use {stages}; the buffer has use" in result.failure
+        early = result.trace[-1]
+        assert early.startswith("consumer: waits for") and f"full of use {stages}, reads" in early
+        assert sum("arrives on" in line and "empty of use 0" in line for line in result.trace)
+        assert not any("lands" in line and "use 0" in line for line in result.trace)
+
+
+def test_a_checker_beside_the_consumers_is_too_late():
+    result = explore(KeysAndValues(2, 1, checks=True, late_checks=True).model)
+    print(result)
+    assert "before it is checked" in result.failure
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_scheduler_that_does_not_wait_overwrites_a_tile(prefetch):
+    """-DATTNSCOPE_PLANTED_RACE."""
+    result = explore(tile_ring(2, 2, checks=False, prefetch=prefetch, guarded=False))
+    print(result)
+    assert "tile of use" in result.failure or "tile_full" in result.failure
+
+
+# The engine itself.
+DATA, FULL, EMPTY = Buffer("data", 1), Barrier("full", 1), Barrier("empty", 1)
+
+
+def produce(n: int, _: None) -> Step:
+    yield wait_before(EMPTY, n)
+    yield copy(DATA, n, FULL)
+
+
+def consume(n: int, _: None) -> Step:
+    yield wait(FULL, n, reads=DATA)
+    yield arrive(EMPTY, n, reads=DATA)
+
+
+def wrong(*roles: Role) -> str:
+    return explore(Model(roles, (DATA,), (FULL, EMPTY))).failure
+
+
+def test_the_engine_finds_a_deadlock():
+    def greedy(n: int, _: None) -> Step:
+        yield wait(FULL, n, reads=DATA)
+        yield wait(FULL, n + 1)
+        yield arrive(EMPTY, n, reads=DATA)
+
+    assert wrong(Role("producer", produce), Role("consumer", consume)) == ""
+    failure = wrong(Role("producer", produce), Role("consumer", greedy))
+    assert failure == (
+        "deadlock: producer: waits for empty of use 0; consumer: waits for full of use 1"
+    )
+
+
+def test_the_engine_finds_a_choice_that_one_option_alone_ends():
+    def sometimes(n: int, _: None) -> Step:
+        yield wait(FULL, n, reads=DATA)
+        if (yield choose()):
+            yield wait(FULL, n + 1)
+        yield arrive(EMPTY, n, reads=DATA)
+
+    assert "deadlock" in wrong(Role("producer", produce), Role("consumer", sometimes))
+
+
+def test_the_engine_finds_a_buffer_released_before_its_last_read():
+    def hasty(n: int, _: None) -> Step:
+        yield wait(FULL, n)
+        yield arrive(EMPTY, n)
+        yield wait(FULL, n, reads=DATA)
+
+    assert "reads data of use 0; the buffer" in wrong(
+        Role("producer", produce), Role("consumer", hasty)
+    )
+
+
+def test_the_engine_finds_a_second_arrival():
+    def twice(n: int, _: None) -> Step:
+        yield from consume(n, None)
+        yield arrive(EMPTY, n)
+
+    assert wrong(Role("producer", produce), Role("consumer", twice)) == (
+        "consumer arrives on empty for use 0 in the phase of use 1"
+    )
+
+
+def test_the_engine_finds_a_copy_over_a_copy():
+    def careless(n: int, _: None) -> Step:
+        yield copy(DATA, n, FULL)
+
+    failure = wrong(Role("producer", careless), Role("consumer", consume))
+    assert failure.startswith("producer arrives on full") or "while it is being written" in failure
+
+
+@pytest.mark.parametrize(
+    "model",
+    [one_ring(2, 2), KeysAndValues(2, 1, checks=True).model, tile_ring(1, 1, checks=False)],
+    ids=["ring", "k-and-v", "tiles"],
+)
+def test_shifts_and_interchanged_roles_lose_no_state(model):
+    """Step by step, the states without the reductions are those with them."""
+    explorer = Explorer(model)
+    plain = set(explorer.starts())
+    reduced = set(map(explorer.canonical, plain))
+    all_plain, all_reduced = set(plain), set(reduced)
+    for _ in range(45):
+        plain = {after for state in plain for *_, after in explorer.successors(state)}
+        moved = {after for state in reduced for *_, after in explorer.successors(state)}
+        reduced = set(map(explorer.canonical, moved))
+        assert reduced == set(map(explorer.canonical, plain))
+        all_plain |= plain
+        all_reduced |= reduced
+    assert len(all_reduced) < len(all_plain)
+
+
+def test_a_space_larger_than_allowed_is_an_error():
+    with pytest.raises(RuntimeError, match="max_states must be"):
+        explore(one_ring(4, 2), max_states=100)

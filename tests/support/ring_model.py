@@ -1,0 +1,483 @@
+"""Explores every interleaving of roles that share rings of buffers, guarded by mbarriers.
+
+A model has buffers, barriers and roles. A role is a generator function `step(n, local)` for use
+number n of the rings: it yields operations, and returns what it remembers for use n + 1.
+
+    def consumer(n, local):
+        yield wait(full, n, reads=data)
+        yield arrive(empty, n, reads=data)
+
+`explore` takes every order of the operations and of the landings of copies, breadth first. It finds
+- a read of a buffer that does not have the use that the reader means, at its begin and its end;
+- a write to a buffer that is still being written;
+- an arrival in another phase than the role means, and more arrivals in a phase than its count;
+- a deadlock.
+A wait passes as mbarrier.try_wait.parity does: if the parity of the barrier's phase differs from
+that of the phase waited for. A phase two before or after looks the same.
+
+The number of uses has no bound: states that differ by a shift of all uses are one state. So a step
+must do the same for every n, up to n itself. Copies of a role are interchangeable. A counterexample
+is replayed without either reduction.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+WRITING, READY, RAW = 0, 1, 2  # of a buffer; a copy in flight to barrier i: -1 - i
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One buffer a stage; use n has stage n % stages."""
+
+    name: str
+    stages: int
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """One mbarrier a stage, with its arrival count. Use n completes phase n // stages.
+
+    `counted`: only some uses complete a phase, and the one waiter counts them (wait_counted).
+    """
+
+    name: str
+    stages: int
+    count: int = 1
+    counted: bool = False
+
+
+@dataclass(frozen=True)
+class Op:
+    kind: str
+    n: int = 0
+    barrier: Barrier | None = None
+    buffer: Buffer | None = None
+    state: int = READY  # that a read needs, or that a write or a copy leaves
+    before: int = 0
+    options: int = 0
+    text: str = ""
+
+
+Step = Generator[Op, Any, Any]
+
+
+def wait(barrier: Barrier, n: int, reads: Buffer | None = None) -> Op:
+    """Wait until use n has completed its phase; then begin to read the buffer of use n."""
+    return Op("wait", n, barrier, reads)
+
+
+def wait_before(barrier: Barrier, n: int) -> Op:
+    """Wait until the use of the stage before use n has completed its phase."""
+    return Op("wait", n, barrier, before=1)
+
+
+def wait_counted(barrier: Barrier, n: int, reads: Buffer | None = None) -> Op:
+    """Wait for the next phase of a counted barrier; then read a buffer with raw data."""
+    return Op("wait_counted", n, barrier, reads, RAW)
+
+
+def arrive(barrier: Barrier, n: int, reads: Buffer | None = None) -> Op:
+    """End a read of the buffer, and arrive for use n."""
+    return Op("arrive", n, barrier, reads)
+
+
+def write(buffer: Buffer, n: int) -> Op:
+    """Begin to write the buffer of use n by ordinary stores."""
+    return Op("write", n, buffer=buffer)
+
+
+def publish(barrier: Barrier, n: int, writes: Buffer) -> Op:
+    """End a write of the buffer, and arrive for use n."""
+    return Op("publish", n, barrier, writes)
+
+
+def copy(buffer: Buffer, n: int, barrier: Barrier, raw: bool = False) -> Op:
+    """Arrive with the bytes to expect, and issue a copy that completes them when it lands.
+
+    `raw`: what lands is not ready before a role publishes it.
+    """
+    return Op("copy", n, barrier, buffer, RAW if raw else READY)
+
+
+def choose(options: int = 2) -> Op:
+    """Take any of the options: the yield returns its number. By this role alone."""
+    return Op("choose", options=options)
+
+
+def decide(name: str, n: int, options: int = 2, followers: int = 1) -> Op:
+    """The same for use n, and tell it to `followers` other roles."""
+    return Op("decide", n, before=followers, options=options, text=name)
+
+
+def follow(name: str, n: int) -> Op:
+    """Take the option that another role decided for use n; wait until it has."""
+    return Op("follow", n, text=name)
+
+
+@dataclass(frozen=True)
+class Role:
+    name: str
+    step: Callable[[int, Any], Step]
+    start: Any = None
+    copies: int = 1
+
+
+@dataclass(frozen=True)
+class Model:
+    roles: tuple[Role, ...]
+    buffers: tuple[Buffer, ...]
+    barriers: tuple[Barrier, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    states: int
+    failure: str = ""
+    trace: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"{number:3} {line}" for number, line in enumerate(self.trace, 1)]
+        return "\n".join([f"{self.states} states: {self.failure or 'nothing wrong'}", *lines])
+
+
+# A state: a place of each role, (phase, pending, copies expected) of each barrier, (use, state) of
+# each buffer, and decisions (name, use, option, followers left).
+State = tuple[tuple[int, ...], tuple[Any, ...], tuple[Any, ...], frozenset[Any]]
+
+
+class Wrong(Exception):
+    """What a transition shows to be wrong."""
+
+
+class Explorer:
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.instances = [role for role in model.roles for _ in range(role.copies)]
+        self.names = [
+            role.name + (f" {copy}" if role.copies > 1 else "")
+            for role in model.roles
+            for copy in range(role.copies)
+        ]
+        self.barrier_at = _offsets(model.barriers)
+        self.buffer_at = _offsets(model.buffers)
+        self.copies = []  # the ranges of interchangeable instances
+        for role in model.roles:
+            first = self.instances.index(role)
+            self.copies += [(first, first + role.copies)] if role.copies > 1 else []
+        self.counts = [b.count for b in model.barriers for _ in range(b.stages)]
+        self.buffer_names = [b.name for b in model.buffers for _ in range(b.stages)]
+        # Places: between two operations of a role's step.
+        self.places: list[tuple[Role, int, Any, tuple[Any, ...]]] = []
+        self.place_of: dict[tuple[str, int, Any, tuple[Any, ...]], int] = {}
+        self.use_at: list[int] = []
+        self.op_at: list[Op | None] = []
+        self.after: list[Any] = []  # what the step returned, where op_at is None
+        self.earlier: dict[int, int] = {}
+
+    def place(self, role: Role, n: int, local: Any, sent: tuple[Any, ...]) -> int:
+        key = (role.name, n, local, sent)
+        if key not in self.place_of:
+            steps = role.step(n, local)
+            op, after = None, None
+            try:
+                op = next(steps)
+                for value in sent:
+                    op = steps.send(value)
+            except StopIteration as end:
+                op, after = None, end.value
+            self.place_of[key] = len(self.places)
+            self.places.append((role, n, local, sent))
+            self.use_at.append(n)
+            self.op_at.append(op)
+            self.after.append(after)
+        return self.place_of[key]
+
+    def settle(self, place: int, told: frozenset[Any]) -> Iterator[tuple[int, frozenset[Any]]]:
+        """The places before an operation that are reached by choices alone."""
+        role, n, local, sent = self.places[place]
+        op = self.op_at[place]
+        if op is None:
+            yield from self.settle(self.place(role, n + 1, self.after[place], ()), told)
+        elif op.kind == "choose":
+            for number in range(op.options):
+                yield from self.settle(self.place(role, n, local, (*sent, number)), told)
+        elif op.kind == "decide":
+            for number in range(op.options):
+                new = told | {(op.text, op.n, number, op.before)}
+                yield from self.settle(self.place(role, n, local, (*sent, number)), new)
+        elif op.kind == "follow" and (known := find(op, told)):
+            number, left = known[2:]
+            new = told - {known} | ({(op.text, op.n, number, left - 1)} if left > 1 else set())
+            yield from self.settle(self.place(role, n, local, (*sent, number)), frozenset(new))
+        else:
+            yield place, told
+
+    def tell(
+        self, places: tuple[int, ...], told: frozenset[Any]
+    ) -> Iterator[tuple[tuple[int, ...], frozenset[Any]]]:
+        """Roles that follow a decision go on at once: nobody sees when they do."""
+        for number, place in enumerate(places if told else ()):
+            op = self.op_at[place]
+            if op is not None and op.kind == "follow" and find(op, told):
+                for after, new in self.settle(place, told):
+                    yield from self.tell((*places[:number], after, *places[number + 1 :]), new)
+                return
+        yield places, told
+
+    def starts(self) -> list[State]:
+        barriers = tuple((0, b.count, 0) for b in self.model.barriers for _ in range(b.stages))
+        buffers = tuple(
+            (stage - b.stages, READY) for b in self.model.buffers for stage in range(b.stages)
+        )
+        states: list[State] = [((), barriers, buffers, frozenset())]
+        for role in self.instances:
+            start = self.place(role, 0, role.start, ())
+            states = [
+                ((*roles, place), barriers, buffers, new)
+                for roles, _, _, told in states
+                for place, new in self.settle(start, told)
+            ]
+        return [
+            (places, barriers, buffers, new)
+            for roles, _, _, told in states
+            for places, new in self.tell(roles, told)
+        ]
+
+    def complete(self, barriers: list[Any], at: int, count: int) -> None:
+        phase, pending, expected = barriers[at]
+        if pending == 0 and expected == 0:
+            barriers[at] = (phase + 1, count, 0)
+
+    def arrive(self, op: Op, barriers: list[Any], copies: int) -> None:
+        barrier = op.barrier
+        assert barrier is not None
+        at = self.barrier_at[barrier.name] + op.n % barrier.stages
+        phase, pending, expected = barriers[at]
+        if not barrier.counted and phase != op.n // barrier.stages:
+            use = phase * barrier.stages + op.n % barrier.stages
+            raise Wrong(f"arrives on {barrier.name} for use {op.n} in the phase of use {use}")
+        if pending == 0:
+            raise Wrong(f"arrives on {barrier.name} more often than its count, {barrier.count}")
+        barriers[at] = (phase, pending - 1, expected + copies)
+        self.complete(barriers, at, barrier.count)
+
+    def passes(self, op: Op, barriers: tuple[Any, ...]) -> bool:
+        assert op.barrier is not None
+        stages = op.barrier.stages
+        phase = barriers[self.barrier_at[op.barrier.name] + op.n % stages][0]
+        parity = 0 if op.kind == "wait_counted" else op.n // stages - op.before & 1
+        return (phase & 1) != parity
+
+    def check_read(self, op: Op, buffers: Any) -> None:
+        if op.buffer is None:
+            return
+        use, state = buffers[self.buffer_at[op.buffer.name] + op.n % op.buffer.stages]
+        if (use, state) != (op.n, op.state):
+            has = "is being written with" if state < READY else "has"
+            more = " before it is checked" if use == op.n and state == RAW else ""
+            raise Wrong(f"reads {op.buffer.name} of use {op.n}; the buffer {has} use {use}{more}")
+
+    def apply(self, op: Op, state: State) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
+        """Barriers and buffers after an operation; None if it waits."""
+        _, old_barriers, old_buffers, _ = state
+        if op.kind in ("wait", "wait_counted") and not self.passes(op, old_barriers):
+            return None
+        barriers, buffers = list(old_barriers), list(old_buffers)
+        at = self.buffer_at[op.buffer.name] + op.n % op.buffer.stages if op.buffer else -1
+        if op.kind in ("wait", "wait_counted", "arrive"):
+            self.check_read(op, buffers)
+        if op.kind == "wait_counted":
+            assert op.barrier is not None
+            b = self.barrier_at[op.barrier.name] + op.n % op.barrier.stages
+            barriers[b] = (barriers[b][0] - 1, *barriers[b][1:])  # phases are from the count on
+        elif op.kind == "arrive":
+            self.arrive(op, barriers, 0)
+        elif op.kind in ("write", "copy"):
+            assert op.buffer is not None
+            if buffers[at][1] < READY:
+                raise Wrong(f"writes {op.buffer.name} of use {op.n} while it is being written")
+            buffers[at] = (op.n, WRITING)
+            if op.kind == "copy":
+                assert op.barrier is not None
+                stage = self.barrier_at[op.barrier.name] + op.n % op.barrier.stages
+                buffers[at] = (op.n, -1 - 2 * stage - (op.state == RAW))
+                self.arrive(op, barriers, 1)
+        elif op.kind == "publish":
+            assert op.buffer is not None
+            if buffers[at][0] != op.n or buffers[at][1] not in (WRITING, RAW):
+                raise Wrong(f"publishes {op.buffer.name} of use {op.n}: it has {buffers[at][0]}")
+            buffers[at] = (op.n, READY)
+            self.arrive(op, barriers, 0)
+        return tuple(barriers), tuple(buffers)
+
+    def successors(self, state: State) -> Iterator[tuple[int, Op | int, State | str]]:
+        """Every next state, or what is wrong, after the operation of a role or a copy that lands.
+
+        The first two values are a role's number and its operation, or a buffer's and the use.
+        """
+        roles, barriers, buffers, told = state
+        for number, place in enumerate(roles):
+            if place in roles[:number]:  # a copy of the role in the same place
+                continue
+            role, n, local, sent = self.places[place]
+            op = self.op_at[place]
+            assert op is not None
+            if op.kind == "follow":
+                continue
+            try:
+                changed = self.apply(op, state)
+            except Wrong as wrong:
+                yield number, op, f"{self.names[number]} {wrong}"
+                continue
+            if changed is None:
+                continue
+            following = self.place(role, n, local, (*sent, None))
+            for next_place, new in self.settle(following, told):
+                places = (*roles[:number], next_place, *roles[number + 1 :])
+                for told_places, rest in self.tell(places, new):
+                    yield number, op, (told_places, *changed, rest)
+        for at, (use, flight) in enumerate(buffers):
+            if flight < 0:
+                b, raw = divmod(-1 - flight, 2)
+                new_barriers = list(barriers)
+                phase, pending, expected = barriers[b]
+                new_barriers[b] = (phase, pending, expected - 1)
+                self.complete(new_barriers, b, self.counts[b])
+                landed = (*buffers[:at], (use, RAW if raw else READY), *buffers[at + 1 :])
+                yield at, use, (roles, tuple(new_barriers), landed, told)
+
+    def text(self, number: int, event: Op | int) -> str:
+        if isinstance(event, int):
+            return f"{self.buffer_names[number]} of use {event} lands"
+        return f"{self.names[number]}: {describe(event)}"
+
+    def place_before(self, place: int) -> int:
+        if place not in self.earlier:
+            role, n, local, sent = self.places[place]
+            self.earlier[place] = self.place(role, n - 1, local, sent)
+        return self.earlier[place]
+
+    def canonical(self, state: State) -> State:
+        """The state with its uses counted from the last role's, and copies of roles in order."""
+        roles, barriers, buffers, told = state
+        use_at = self.use_at
+        while min([use_at[place] for place in roles]) > 0:
+            roles = tuple(self.place_before(place) for place in roles)
+            moved_barriers: list[Any] = []
+            at = 0
+            for b in self.model.barriers:
+                first, *rest = barriers[at : at + b.stages]
+                moved_barriers += [*rest, (first[0] - (not b.counted), *first[1:])]
+                at += b.stages
+            moved_buffers: list[Any] = []
+            at = 0
+            for buffer in self.model.buffers:
+                first, *rest = buffers[at : at + buffer.stages]
+                moved_buffers += [(use - 1, _rotated(s, self.model)) for use, s in (*rest, first)]
+                at += buffer.stages
+            barriers, buffers = tuple(moved_barriers), tuple(moved_buffers)
+            told = frozenset((name, n - 1, *others) for name, n, *others in told)
+        for first, last in self.copies:
+            roles = (*roles[:first], *sorted(roles[first:last]), *roles[last:])
+        return roles, barriers, buffers, told
+
+    def explore(self, max_states: int) -> Result:
+        seen: dict[State, State | None] = {self.canonical(s): None for s in self.starts()}
+        queue = deque(seen)
+        while queue:
+            state = queue.popleft()
+            blocked = True
+            for _, _, after in self.successors(state):
+                blocked = False
+                if isinstance(after, str):
+                    return self.replay(seen, state)
+                after = self.canonical(after)
+                if after not in seen:
+                    seen[after] = state
+                    queue.append(after)
+            if blocked:
+                return self.replay(seen, state)
+            if len(seen) > max_states:
+                raise RuntimeError(f"max_states must be larger than the space, got {max_states}")
+        return Result(len(seen))
+
+    def replay(self, seen: dict[State, State | None], last: State) -> Result:
+        """The way to a wrong state, with uses counted from the first one."""
+        path = [last]
+        while (before := seen[path[-1]]) is not None:
+            path.append(before)
+        *path, start = path
+        state = next(s for s in self.starts() if self.canonical(s) == start)
+        trace = []
+        for target in reversed(path):
+            number, event, state = next(
+                (number, event, after)
+                for number, event, after in self.successors(state)
+                if not isinstance(after, str) and self.canonical(after) == target
+            )
+            trace.append(self.text(number, event))
+        for number, event, after in self.successors(state):
+            if isinstance(after, str):
+                return Result(len(seen), after, [*trace, self.text(number, event)])
+        ops = [self.op_at[place] for place in state[0]]
+        waiting = [f"{name}: {describe(op)}" for name, op in zip(self.names, ops, strict=True)]
+        return Result(len(seen), "deadlock: " + "; ".join(waiting), trace)
+
+
+def find(op: Op, told: frozenset[Any]) -> Any:
+    """The decision that a role follows; None if it is open."""
+    return next((decision for decision in told if decision[:2] == (op.text, op.n)), None)
+
+
+def _offsets(arrays: tuple[Any, ...]) -> dict[str, int]:
+    offsets, at = {}, 0
+    for array in arrays:
+        offsets[array.name] = at
+        at += array.stages
+    return offsets
+
+
+def _rotated(state: int, model: Model) -> int:
+    """A buffer's state where every barrier has moved to the stage before."""
+    if state >= 0:
+        return state
+    at, raw = divmod(-1 - state, 2)
+    first = 0
+    for barrier in model.barriers:
+        if at < first + barrier.stages:
+            stage = (at - first - 1) % barrier.stages
+            return -1 - 2 * (first + stage) - raw
+        first += barrier.stages
+    raise AssertionError(state)
+
+
+VERBS = {
+    "wait": "waits for",
+    "wait_counted": "waits for",
+    "arrive": "arrives on",
+    "write": "writes",
+    "publish": "publishes on",
+    "copy": "copies, to complete",
+}
+
+
+def describe(op: Op | None) -> str:
+    assert op is not None
+    if op.kind == "follow":
+        return f"follows {op.text} of use {op.n}"
+    verb = VERBS[op.kind]
+    array = op.barrier or op.buffer
+    assert array is not None
+    text = f"{verb} {array.name} of use {op.n - op.before * array.stages}"
+    if op.buffer is None or op.kind in ("write", "publish"):
+        return text
+    return f"{text}, {'into' if op.kind == 'copy' else 'reads'} {op.buffer.name}"
+
+
+def explore(model: Model, max_states: int = 2_000_000) -> Result:
+    return Explorer(model).explore(max_states)

@@ -1,0 +1,69 @@
+"""Which row of the Hopper tile table serves a call: the launcher's own function, on the host."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from attnscope.inputs import Case
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PROGRAM = """
+#include <cstdio>
+#include "kernels/sm90_forward/config.cuh"
+using namespace attnscope::sm90;
+int main() {
+  printf("%d\\n", kForwardTileCount);
+  int head_dim, queries, heads_q, heads_kv, batch, causal, packed;
+  while (scanf("%d %d %d %d %d %d %d", &head_dim, &queries, &heads_q, &heads_kv, &batch, &causal,
+               &packed) == 7) {
+    const ForwardChoice c =
+        choose_forward(head_dim, queries, heads_q, heads_kv, batch, causal, packed, 132);
+    const ForwardTile& t = kForwardTiles[c.row];
+    const int rows = queries << c.grouping, heads = heads_q >> c.grouping;
+    const int tiles = (rows + t.block_m - 1) / t.block_m * batch *
+                      ((heads + t.heads_per_tile - 1) / t.heads_per_tile);
+    printf("%d %d %d %d\\n", c.row, c.grouping, tiles, t.blocks_per_sm * 132);
+  }
+}
+"""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A row of the table, with 1 << grouping heads side by side; `tiles` counts a dense call's."""
+
+    row: int
+    grouping: int
+    tiles: int
+    max_blocks: int  # resident on 132 SMs
+
+    @property
+    def reuses_tile_slots(self) -> bool:
+        """Whether a thread block takes more tiles than there are slots for their descriptions."""
+        return self.tiles > 2 * self.max_blocks
+
+
+@cache
+def _run(text: str) -> list[str]:
+    with TemporaryDirectory() as folder:
+        program = f"{folder}/choice"
+        build = ["g++", "-std=c++17", "-x", "c++", f"-I{ROOT / 'csrc'}", "-o", program, "-"]
+        subprocess.run(build, input=PROGRAM, text=True, check=True)
+        run = subprocess.run([program], input=text, capture_output=True, text=True, check=True)
+    return run.stdout.splitlines()
+
+
+def tile_choices(cases: Sequence[Case]) -> tuple[list[Choice], int]:
+    """The choice for each case on 132 SMs, and how many rows the table has."""
+    calls = [
+        (c.head_dim, c.seqlen_q, c.heads_q, c.heads_kv, c.batch,
+         int(c.window[0] < 0 and (c.causal or c.window[1] >= 0)), int(c.seqlens is not None))
+        for c in cases
+    ]  # fmt: skip
+    count, *lines = _run("\n".join(" ".join(map(str, call)) for call in calls))
+    return [Choice(*map(int, line.split())) for line in lines], int(count)
