@@ -303,10 +303,9 @@ def test_clocks_are_read_or_the_reason_is_there():
 
 BROKEN = """
     import sys, torch
-    from attnscope.bench.hold import CudaDriver, HoldTimeout, StreamHold
-from attnscope.bench.impls import IMPLS, Impl
+    from attnscope.bench.impls import IMPLS, Impl
     from attnscope.bench.runner import run_sweep
-    from attnscope.bench.store import Results
+    from attnscope.common.results import Results
     from attnscope.bench.timing import Settings
     from attnscope.bench.workloads import Workload
     from pathlib import Path

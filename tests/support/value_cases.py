@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from forward_cases import make_params
-from helpers import Target, assert_matches
+from helpers import Target, assert_matches, assert_unaffected
 from torch import Tensor
 
 from attnscope.numerics import compare_forward
@@ -36,15 +36,6 @@ KEYS = (0, 40, 63, 64, 96, 150, SEQLEN_K - 1)
 def some_keys(t: Target) -> tuple[int, ...]:
     """KEYS, or a few of them where the interpreter runs each load of each program in turn."""
     return KEYS[1::2] if (t.impl, t.device) == ("triton", "cpu") else KEYS
-
-
-def assert_unaffected(t: Target, got: Tensor, want: Tensor) -> None:
-    """The same bits; from Triton the same values, since it computes a doubtful tile another way."""
-    if t.impl == "triton":
-        eps = torch.finfo(got.dtype).eps
-        torch.testing.assert_close(got, want, atol=max(4 * eps, 1e-5), rtol=4 * eps)
-    else:
-        assert torch.equal(got, want)
 
 
 def seen_rows(seqlen_q: int, seqlen_k: int, key: int, options: dict[str, Any]) -> Tensor:
@@ -166,7 +157,8 @@ def softcap_of_any_size(t: Target, softcap: float, factor: float) -> None:
     if softcap >= 1e6 and factor == 1.0:  # the gate allows lse the error of an approximate tanh
         plain, plain_lse = t(q, k, v, causal=True)
         torch.testing.assert_close(lse, plain_lse, atol=2e-5, rtol=2e-6)
-        torch.testing.assert_close(out, plain)
+        eps = torch.finfo(t.dtype).eps  # the two calls may take different kernels
+        torch.testing.assert_close(out, plain, atol=max(4 * eps, 1e-5), rtol=4 * eps)
 
 
 def any_cu_seqlens_write_every_row(t: Target, *bounds: int) -> None:
@@ -233,7 +225,7 @@ def _value_params() -> list[pytest.param]:
             giant_maximum_that_rises_and_falls: [()],
             logits_that_overflow_are_nan: [()],
             softcap_of_any_size: [
-                *((cap, 1.0) for cap in (30.0, 50.0, 255.0, 256.0, 1e3, 1e6, 1e12, 3e38)),
+                *((cap, 1.0) for cap in (30.0, 50.0, 255.0, 256.0, 1e3, 1e6, 1e12, 1e38)),
                 *((cap, 200.0) for cap in (30.0, 300.0, 1e3, 1e4, 1e12)),
             ],
             any_cu_seqlens_write_every_row: [

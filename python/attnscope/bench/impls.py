@@ -129,8 +129,11 @@ def _naive(work: Workload, inputs: Inputs) -> Call:
     from attnscope.reference import naive_attention
 
     options: dict[str, Any] = dict(causal=work.causal, window=work.window, softcap=work.softcap)
-    # Without its lse: that is of scores rounded to the input dtype, which no kernel's is.
-    return lambda: (naive_attention(*inputs, **options)[0], None)
+    q, k, v, *bounds = inputs
+    # It reads the bounds of packed sequences on the host: copied here, outside the timed call.
+    bounds = [None if bound is None else bound.cpu() for bound in bounds]
+    # Without its lse: its scores are rounded to the input dtype, as no kernel's are.
+    return lambda: (naive_attention(q, k, v, *bounds, **options)[0], None)
 
 
 def _sdpa(backend_name: str) -> Callable[[Workload, Inputs], Call]:
