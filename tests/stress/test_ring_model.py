@@ -1,9 +1,9 @@
 """The rings of the Hopper forward kernel, explored state by state: see ring_model.py.
 
 What the kernel decides by tiles and masks is left open here, so that every pattern is covered:
-where tiles end (for the producer and each consumer by itself), which uses a consumer reads, which V
-is checked. An agent stands for a consumer, and likewise for a warp of one: warps of a consumer
-arrive by themselves.
+where tiles end (for the producer and each consumer by itself), and which uses a consumer reads. An
+agent stands for a consumer, and likewise for a warp of one: warps of a consumer arrive by
+themselves.
 """
 
 from __future__ import annotations
@@ -20,13 +20,10 @@ from ring_model import (
     arrive,
     choose,
     copy,
-    decide,
     explore,
-    follow,
     publish,
     wait,
     wait_before,
-    wait_counted,
     write,
 )
 
@@ -61,32 +58,24 @@ def one_ring(stages: int, consumers: int, guarded: bool = True, readers: int = 0
 
 
 class KeysAndValues:
-    """Both rings: K one block ahead of V, and V of some uses checked before it is full."""
+    """Both rings: K one block ahead of V."""
 
-    def __init__(
-        self, stages: int, consumers: int, guarded: bool = True, checks: bool = False,
-        readers: int = 0, late_checks: bool = False,
-    ) -> None:  # fmt: skip
-        self.guarded, self.checks, self.late_checks = guarded, checks, late_checks
+    def __init__(self, stages: int, consumers: int, guarded: bool = True, readers: int = 0) -> None:
+        self.guarded = guarded
         self.k, self.v = Buffer("K", stages), Buffer("V", stages)
         arrivals = consumers + readers
         self.k_full, self.v_full = Barrier("k_full", stages), Barrier("v_full", stages)
         self.k_empty = Barrier("k_empty", stages, arrivals)
         self.v_empty = Barrier("v_empty", stages, arrivals)
-        self.v_landed = Barrier("v_landed", stages, counted=True)
         roles = [Role("producer", self.produce, start=False)]
         roles += [Role("consumer", self.consume, start=False, copies=consumers)]
         roles += [Role("reader", self.read, start=False, copies=readers)] if readers else []
-        roles += [Role("checker", self.check)] if checks else []
-        barriers = [self.k_full, self.k_empty, self.v_full, self.v_empty]
-        barriers += [self.v_landed] if checks else []
-        self.model = Model(tuple(roles), (self.k, self.v), tuple(barriers))
+        barriers = (self.k_full, self.k_empty, self.v_full, self.v_empty)
+        self.model = Model(tuple(roles), (self.k, self.v), barriers)
 
     def load_value(self, n: int) -> Step:
-        checked = self.checks and (yield decide("checked", n))
         yield wait_before(self.v_empty, n)
-        landed = self.v_landed if checked and not self.late_checks else self.v_full
-        yield copy(self.v, n, landed, raw=checked)
+        yield copy(self.v, n, self.v_full)
 
     def produce(self, n: int, ahead: bool) -> Step:
         """`ahead`: V of use n - 1 is of the same tile, and still to load."""
@@ -98,14 +87,6 @@ class KeysAndValues:
             return True
         yield from self.load_value(n)
         return False
-
-    def check(self, n: int, _: None) -> Step:
-        if (yield follow("checked", n)):
-            if self.late_checks:  # beside the consumers, not before them
-                yield wait(self.v_full, n)
-                return
-            yield wait_counted(self.v_landed, n, reads=self.v)
-            yield publish(self.v_full, n, writes=self.v)
 
     def consume(self, n: int, running: bool) -> Step:
         if not running and (yield choose()):
@@ -133,13 +114,11 @@ class KeysAndValues:
         return more
 
 
-def tile_ring(
-    consumers: int, q_stages: int, checks: bool, prefetch: bool = False, guarded: bool = True
-) -> Model:
+def tile_ring(consumers: int, q_stages: int, prefetch: bool = False, guarded: bool = True) -> Model:
     """Descriptions of tiles, and Q. An arrival of all lanes of a warp is one arrival."""
     tile = Buffer("tile", 2)
     tile_full = Barrier("tile_full", 2)
-    tile_empty = Barrier("tile_empty", 2, consumers + checks + 2)
+    tile_empty = Barrier("tile_empty", 2, consumers + 2)
     tile_wanted = Barrier("tile_wanted", 1)
     q = [Buffer(f"Q {i}", q_stages) for i in range(consumers)]
     q_full = [Barrier(f"q_full {i}", q_stages) for i in range(consumers)]
@@ -166,10 +145,6 @@ def tile_ring(
             yield wait_before(q_empty[i], n)
             yield copy(q[i], n, q_full[i])
 
-    def check(n: int, _: None) -> Step:
-        yield wait(tile_full, n, reads=tile)
-        yield arrive(tile_empty, n, reads=tile)
-
     def consumer(i: int) -> Role:
         def consume(n: int, _: None) -> Step:
             yield wait(tile_full, n, reads=tile)
@@ -181,7 +156,6 @@ def tile_ring(
 
     roles = [Role("scheduler", schedule, start=False), Role("producer", produce)]
     roles += [Role("producer of Q", produce_queries), *map(consumer, range(consumers))]
-    roles += [Role("checker", check)] if checks else []
     barriers = (tile_full, tile_empty, tile_wanted, *q_full, *q_empty)
     return Model(tuple(roles), (tile, *q), barriers)
 
@@ -270,21 +244,12 @@ def test_k_and_v_are_right_in_every_order(stages, consumers):
     assert_sound(KeysAndValues(stages, consumers).model)
 
 
-@pytest.mark.parametrize(
-    ("stages", "consumers"), [(2, 1), (2, 2), (3, 1), slow(2, 3), slow(3, 2), slow(4, 1)]
-)
-def test_k_and_v_with_a_checker_are_right_in_every_order(stages, consumers):
-    """5,410 states (2 stages, 1 consumer) to 46,162 (3, 1); slow: up to 380,290 (4, 1)."""
-    assert_sound(KeysAndValues(stages, consumers, checks=True).model)
-
-
-@pytest.mark.parametrize("checks", [False, True])
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("q_stages", [1, 2])
 @pytest.mark.parametrize("consumers", [1, 2])
-def test_tiles_and_q_are_right_in_every_order(consumers, q_stages, prefetch, checks):
-    """253 states (1 consumer, 1 stage of Q, no checker) to 41,553 (2, 2, prefetch, checker)."""
-    assert_sound(tile_ring(consumers, q_stages, checks, prefetch))
+def test_tiles_and_q_are_right_in_every_order(consumers, q_stages, prefetch):
+    """253 states (1 consumer, 1 stage of Q) to 8,685 (2, 2, prefetch)."""
+    assert_sound(tile_ring(consumers, q_stages, prefetch))
 
 
 @pytest.mark.parametrize(("consumers", "q_stages"), [(1, 1), (1, 2), (2, 1), slow(2, 2)])
@@ -309,16 +274,10 @@ def test_an_unguarded_skip_reads_a_buffer_too_early(stages):
         assert not any("lands" in line and "use 0" in line for line in result.trace)
 
 
-def test_a_checker_beside_the_consumers_is_too_late():
-    result = explore(KeysAndValues(2, 1, checks=True, late_checks=True).model)
-    print(result)
-    assert "before it is checked" in result.failure
-
-
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_a_scheduler_that_does_not_wait_overwrites_a_tile(prefetch):
     """-DATTNSCOPE_PLANTED_RACE."""
-    result = explore(tile_ring(2, 2, checks=False, prefetch=prefetch, guarded=False))
+    result = explore(tile_ring(2, 2, prefetch, guarded=False))
     print(result)
     assert "tile of use" in result.failure or "tile_full" in result.failure
 
@@ -395,7 +354,7 @@ def test_the_engine_finds_a_copy_over_a_copy():
 
 @pytest.mark.parametrize(
     "model",
-    [one_ring(2, 2), KeysAndValues(2, 1, checks=True).model, tile_ring(1, 1, checks=False)],
+    [one_ring(2, 2), KeysAndValues(2, 1).model, tile_ring(1, 1)],
     ids=["ring", "k-and-v", "tiles"],
 )
 def test_shifts_and_interchanged_roles_lose_no_state(model):

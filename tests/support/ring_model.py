@@ -25,9 +25,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
-WRITING, READY, RAW = 0, 1, 2  # of a buffer; a copy in flight to barrier i: -1 - i
+WRITING, READY = 0, 1  # of a buffer; a copy in flight to barrier i: -1 - i
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,11 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Barrier:
-    """One mbarrier a stage, with its arrival count. Use n completes phase n // stages.
-
-    `counted`: only some uses complete a phase, and the one waiter counts them (wait_counted).
-    """
+    """One mbarrier a stage, with its arrival count. Use n completes phase n // stages."""
 
     name: str
     stages: int
     count: int = 1
-    counted: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,10 +54,8 @@ class Op:
     n: int = 0
     barrier: Barrier | None = None
     buffer: Buffer | None = None
-    state: int = READY  # that a read needs, or that a write or a copy leaves
     before: int = 0
     options: int = 0
-    text: str = ""
 
 
 Step = Generator[Op, Any, Any]
@@ -74,11 +69,6 @@ def wait(barrier: Barrier, n: int, reads: Buffer | None = None) -> Op:
 def wait_before(barrier: Barrier, n: int) -> Op:
     """Wait until the use of the stage before use n has completed its phase."""
     return Op("wait", n, barrier, before=1)
-
-
-def wait_counted(barrier: Barrier, n: int, reads: Buffer | None = None) -> Op:
-    """Wait for the next phase of a counted barrier; then read a buffer with raw data."""
-    return Op("wait_counted", n, barrier, reads, RAW)
 
 
 def arrive(barrier: Barrier, n: int, reads: Buffer | None = None) -> Op:
@@ -96,27 +86,14 @@ def publish(barrier: Barrier, n: int, writes: Buffer) -> Op:
     return Op("publish", n, barrier, writes)
 
 
-def copy(buffer: Buffer, n: int, barrier: Barrier, raw: bool = False) -> Op:
-    """Arrive with the bytes to expect, and issue a copy that completes them when it lands.
-
-    `raw`: what lands is not ready before a role publishes it.
-    """
-    return Op("copy", n, barrier, buffer, RAW if raw else READY)
+def copy(buffer: Buffer, n: int, barrier: Barrier) -> Op:
+    """Arrive with the bytes to expect, and issue a copy that completes them when it lands."""
+    return Op("copy", n, barrier, buffer)
 
 
 def choose(options: int = 2) -> Op:
-    """Take any of the options: the yield returns its number. By this role alone."""
+    """Take any of the options: the yield returns its number."""
     return Op("choose", options=options)
-
-
-def decide(name: str, n: int, options: int = 2, followers: int = 1) -> Op:
-    """The same for use n, and tell it to `followers` other roles."""
-    return Op("decide", n, before=followers, options=options, text=name)
-
-
-def follow(name: str, n: int) -> Op:
-    """Take the option that another role decided for use n; wait until it has."""
-    return Op("follow", n, text=name)
 
 
 @dataclass(frozen=True)
@@ -145,9 +122,9 @@ class Result:
         return "\n".join([f"{self.states} states: {self.failure or 'nothing wrong'}", *lines])
 
 
-# A state: a place of each role, (phase, pending, copies expected) of each barrier, (use, state) of
-# each buffer, and decisions (name, use, option, followers left).
-State = tuple[tuple[int, ...], tuple[Any, ...], tuple[Any, ...], frozenset[Any]]
+# A state: a place of each role, (phase, pending, copies expected) of each barrier and
+# (use, state) of each buffer.
+State = tuple[tuple[int, ...], tuple[Any, ...], tuple[Any, ...]]
 
 
 class Wrong(Exception):
@@ -197,56 +174,25 @@ class Explorer:
             self.after.append(after)
         return self.place_of[key]
 
-    def settle(self, place: int, told: frozenset[Any]) -> Iterator[tuple[int, frozenset[Any]]]:
+    def settle(self, place: int) -> Iterator[int]:
         """The places before an operation that are reached by choices alone."""
         role, n, local, sent = self.places[place]
         op = self.op_at[place]
         if op is None:
-            yield from self.settle(self.place(role, n + 1, self.after[place], ()), told)
+            yield from self.settle(self.place(role, n + 1, self.after[place], ()))
         elif op.kind == "choose":
             for number in range(op.options):
-                yield from self.settle(self.place(role, n, local, (*sent, number)), told)
-        elif op.kind == "decide":
-            for number in range(op.options):
-                new = told | {(op.text, op.n, number, op.before)}
-                yield from self.settle(self.place(role, n, local, (*sent, number)), new)
-        elif op.kind == "follow" and (known := find(op, told)):
-            number, left = known[2:]
-            new = told - {known} | ({(op.text, op.n, number, left - 1)} if left > 1 else set())
-            yield from self.settle(self.place(role, n, local, (*sent, number)), frozenset(new))
+                yield from self.settle(self.place(role, n, local, (*sent, number)))
         else:
-            yield place, told
-
-    def tell(
-        self, places: tuple[int, ...], told: frozenset[Any]
-    ) -> Iterator[tuple[tuple[int, ...], frozenset[Any]]]:
-        """Roles that follow a decision go on at once: nobody sees when they do."""
-        for number, place in enumerate(places if told else ()):
-            op = self.op_at[place]
-            if op is not None and op.kind == "follow" and find(op, told):
-                for after, new in self.settle(place, told):
-                    yield from self.tell((*places[:number], after, *places[number + 1 :]), new)
-                return
-        yield places, told
+            yield place
 
     def starts(self) -> list[State]:
         barriers = tuple((0, b.count, 0) for b in self.model.barriers for _ in range(b.stages))
         buffers = tuple(
             (stage - b.stages, READY) for b in self.model.buffers for stage in range(b.stages)
         )
-        states: list[State] = [((), barriers, buffers, frozenset())]
-        for role in self.instances:
-            start = self.place(role, 0, role.start, ())
-            states = [
-                ((*roles, place), barriers, buffers, new)
-                for roles, _, _, told in states
-                for place, new in self.settle(start, told)
-            ]
-        return [
-            (places, barriers, buffers, new)
-            for roles, _, _, told in states
-            for places, new in self.tell(roles, told)
-        ]
+        options = [self.settle(self.place(role, 0, role.start, ())) for role in self.instances]
+        return [(places, barriers, buffers) for places in product(*options)]
 
     def complete(self, barriers: list[Any], at: int, count: int) -> None:
         phase, pending, expected = barriers[at]
@@ -258,7 +204,7 @@ class Explorer:
         assert barrier is not None
         at = self.barrier_at[barrier.name] + op.n % barrier.stages
         phase, pending, expected = barriers[at]
-        if not barrier.counted and phase != op.n // barrier.stages:
+        if phase != op.n // barrier.stages:
             use = phase * barrier.stages + op.n % barrier.stages
             raise Wrong(f"arrives on {barrier.name} for use {op.n} in the phase of use {use}")
         if pending == 0:
@@ -270,32 +216,26 @@ class Explorer:
         assert op.barrier is not None
         stages = op.barrier.stages
         phase = barriers[self.barrier_at[op.barrier.name] + op.n % stages][0]
-        parity = 0 if op.kind == "wait_counted" else op.n // stages - op.before & 1
-        return (phase & 1) != parity
+        return (phase & 1) != (op.n // stages - op.before & 1)
 
     def check_read(self, op: Op, buffers: Any) -> None:
         if op.buffer is None:
             return
         use, state = buffers[self.buffer_at[op.buffer.name] + op.n % op.buffer.stages]
-        if (use, state) != (op.n, op.state):
+        if (use, state) != (op.n, READY):
             has = "is being written with" if state < READY else "has"
-            more = " before it is checked" if use == op.n and state == RAW else ""
-            raise Wrong(f"reads {op.buffer.name} of use {op.n}; the buffer {has} use {use}{more}")
+            raise Wrong(f"reads {op.buffer.name} of use {op.n}; the buffer {has} use {use}")
 
     def apply(self, op: Op, state: State) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
         """Barriers and buffers after an operation; None if it waits."""
-        _, old_barriers, old_buffers, _ = state
-        if op.kind in ("wait", "wait_counted") and not self.passes(op, old_barriers):
+        _, old_barriers, old_buffers = state
+        if op.kind == "wait" and not self.passes(op, old_barriers):
             return None
         barriers, buffers = list(old_barriers), list(old_buffers)
         at = self.buffer_at[op.buffer.name] + op.n % op.buffer.stages if op.buffer else -1
-        if op.kind in ("wait", "wait_counted", "arrive"):
+        if op.kind in ("wait", "arrive"):
             self.check_read(op, buffers)
-        if op.kind == "wait_counted":
-            assert op.barrier is not None
-            b = self.barrier_at[op.barrier.name] + op.n % op.barrier.stages
-            barriers[b] = (barriers[b][0] - 1, *barriers[b][1:])  # phases are from the count on
-        elif op.kind == "arrive":
+        if op.kind == "arrive":
             self.arrive(op, barriers, 0)
         elif op.kind in ("write", "copy"):
             assert op.buffer is not None
@@ -305,11 +245,11 @@ class Explorer:
             if op.kind == "copy":
                 assert op.barrier is not None
                 stage = self.barrier_at[op.barrier.name] + op.n % op.barrier.stages
-                buffers[at] = (op.n, -1 - 2 * stage - (op.state == RAW))
+                buffers[at] = (op.n, -1 - stage)
                 self.arrive(op, barriers, 1)
         elif op.kind == "publish":
             assert op.buffer is not None
-            if buffers[at][0] != op.n or buffers[at][1] not in (WRITING, RAW):
+            if buffers[at] != (op.n, WRITING):
                 raise Wrong(f"publishes {op.buffer.name} of use {op.n}: it has {buffers[at][0]}")
             buffers[at] = (op.n, READY)
             self.arrive(op, barriers, 0)
@@ -320,15 +260,13 @@ class Explorer:
 
         The first two values are a role's number and its operation, or a buffer's and the use.
         """
-        roles, barriers, buffers, told = state
+        roles, barriers, buffers = state
         for number, place in enumerate(roles):
             if place in roles[:number]:  # a copy of the role in the same place
                 continue
             role, n, local, sent = self.places[place]
             op = self.op_at[place]
             assert op is not None
-            if op.kind == "follow":
-                continue
             try:
                 changed = self.apply(op, state)
             except Wrong as wrong:
@@ -337,19 +275,18 @@ class Explorer:
             if changed is None:
                 continue
             following = self.place(role, n, local, (*sent, None))
-            for next_place, new in self.settle(following, told):
+            for next_place in self.settle(following):
                 places = (*roles[:number], next_place, *roles[number + 1 :])
-                for told_places, rest in self.tell(places, new):
-                    yield number, op, (told_places, *changed, rest)
+                yield number, op, (places, *changed)
         for at, (use, flight) in enumerate(buffers):
             if flight < 0:
-                b, raw = divmod(-1 - flight, 2)
+                b = -1 - flight
                 new_barriers = list(barriers)
                 phase, pending, expected = barriers[b]
                 new_barriers[b] = (phase, pending, expected - 1)
                 self.complete(new_barriers, b, self.counts[b])
-                landed = (*buffers[:at], (use, RAW if raw else READY), *buffers[at + 1 :])
-                yield at, use, (roles, tuple(new_barriers), landed, told)
+                landed = (*buffers[:at], (use, READY), *buffers[at + 1 :])
+                yield at, use, (roles, tuple(new_barriers), landed)
 
     def text(self, number: int, event: Op | int) -> str:
         if isinstance(event, int):
@@ -364,7 +301,7 @@ class Explorer:
 
     def canonical(self, state: State) -> State:
         """The state with its uses counted from the last role's, and copies of roles in order."""
-        roles, barriers, buffers, told = state
+        roles, barriers, buffers = state
         use_at = self.use_at
         while min([use_at[place] for place in roles]) > 0:
             roles = tuple(self.place_before(place) for place in roles)
@@ -372,7 +309,7 @@ class Explorer:
             at = 0
             for b in self.model.barriers:
                 first, *rest = barriers[at : at + b.stages]
-                moved_barriers += [*rest, (first[0] - (not b.counted), *first[1:])]
+                moved_barriers += [*rest, (first[0] - 1, *first[1:])]
                 at += b.stages
             moved_buffers: list[Any] = []
             at = 0
@@ -381,10 +318,9 @@ class Explorer:
                 moved_buffers += [(use - 1, _rotated(s, self.model)) for use, s in (*rest, first)]
                 at += buffer.stages
             barriers, buffers = tuple(moved_barriers), tuple(moved_buffers)
-            told = frozenset((name, n - 1, *others) for name, n, *others in told)
         for first, last in self.copies:
             roles = (*roles[:first], *sorted(roles[first:last]), *roles[last:])
-        return roles, barriers, buffers, told
+        return roles, barriers, buffers
 
     def explore(self, max_states: int) -> Result:
         seen: dict[State, State | None] = {self.canonical(s): None for s in self.starts()}
@@ -429,11 +365,6 @@ class Explorer:
         return Result(len(seen), "deadlock: " + "; ".join(waiting), trace)
 
 
-def find(op: Op, told: frozenset[Any]) -> Any:
-    """The decision that a role follows; None if it is open."""
-    return next((decision for decision in told if decision[:2] == (op.text, op.n)), None)
-
-
 def _offsets(arrays: tuple[Any, ...]) -> dict[str, int]:
     offsets, at = {}, 0
     for array in arrays:
@@ -446,19 +377,18 @@ def _rotated(state: int, model: Model) -> int:
     """A buffer's state where every barrier has moved to the stage before."""
     if state >= 0:
         return state
-    at, raw = divmod(-1 - state, 2)
+    at = -1 - state
     first = 0
     for barrier in model.barriers:
         if at < first + barrier.stages:
             stage = (at - first - 1) % barrier.stages
-            return -1 - 2 * (first + stage) - raw
+            return -1 - (first + stage)
         first += barrier.stages
     raise AssertionError(state)
 
 
 VERBS = {
     "wait": "waits for",
-    "wait_counted": "waits for",
     "arrive": "arrives on",
     "write": "writes",
     "publish": "publishes on",
@@ -468,8 +398,6 @@ VERBS = {
 
 def describe(op: Op | None) -> str:
     assert op is not None
-    if op.kind == "follow":
-        return f"follows {op.text} of use {op.n}"
     verb = VERBS[op.kind]
     array = op.barrier or op.buffer
     assert array is not None

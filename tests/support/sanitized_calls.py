@@ -51,14 +51,14 @@ def shapes() -> Iterator[Case]:
 
 
 def reuse() -> Iterator[Case]:
-    """Slots of the tile ring used again: without a checker of V, with one, and with skips."""
+    """Slots of the tile ring used again, without a mask and under masks that hide blocks."""
     for shape in REUSE:
         for name in ("full", "causal", "band"):
             yield case(*shape, **MASKS[name])
 
 
 def values() -> Iterator[Case]:
-    """NaN in V: the checker's rare path, and the epilogue's."""
+    """NaN in V: the rare path, which computes rows again."""
     for head_dim in (64, 96, 128, 256):
         for name in ("causal", "band"):
             yield case(4, 300, 300, 4, 2, head_dim, **MASKS[name])
