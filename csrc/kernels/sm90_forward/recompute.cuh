@@ -16,52 +16,52 @@
 
 namespace attnscope::sm90 {
 
-// A lane's elements of a row: lane, lane + 32, .. below `dim`, and zeros.
-template <class Config>
-__device__ __forceinline__ void read_row(float (&x)[Config::kHeadDim / 32], const void* data,
-                                         int64_t offset, int dim) {
-  const auto* row = static_cast<const typename Config::Element*>(data) + offset;
+// A lane's elements of a row, lane, lane + 32, .. below `dim`, and zeros. `row` is at the lane's
+// first.
+template <class Element, int kCount>
+__device__ __forceinline__ void read_row(float (&x)[kCount], const Element* row, int dim) {
 #pragma unroll
-  for (int i = 0; i < Config::kHeadDim / 32; ++i) {
-    const int column = ptx::lane() + 32 * i;
-    x[i] = column < dim ? static_cast<float>(row[column]) : 0.0f;
+  for (int i = 0; i < kCount; ++i) {
+    x[i] = ptx::lane() + 32 * i < dim ? static_cast<float>(row[32 * i]) : 0.0f;
   }
 }
 
-// Replaces elements that are not finite in the 16 rows that the warp has stored. Warp-converged.
+// Replaces what is not finite in the 16 rows that the warp has stored. Warp-converged.
 template <class Config>
 __device__ __forceinline__ void recompute_rows(const ForwardArguments& a, const TileWork& w,
                                                int consumer) {
+  using Element = typename Config::Element;
   constexpr int kElements = Config::kHeadDim / 32;  // per lane
   const ForwardParams& p = a.params;
   const Window window{w.shift, p.window_left, p.window_right};
+  // [row, dim] of one head, at the lane's first element.
+  const auto of_head = [&](const void* data, const Strides& stride, int head) {
+    return static_cast<const Element*>(data) + w.batch * stride.batch + head * stride.head +
+           ptx::lane();
+  };
+  const int head_kv = key_head<Config>(a, w, Config::head_of(consumer));
+  const Element* keys = of_head(p.k, p.k_stride, head_kv) + w.k_row * p.k_stride.row;
+  const Element* values = of_head(p.v, p.v_stride, head_kv) + w.k_row * p.v_stride.row;
   const int first_row = Config::unit_of(consumer) * 64 + threadIdx.x % 128 / 32 * 16;
   if (ptx::lane() == 0) ptx::tma_store_wait<0>();
   ptx::fence_proxy_async_global();
   __syncwarp();
-  // Bounds in uniform registers: with a loop that might diverge, the compiler takes the main loop's
-  // values off the uniform datapath.
+  // Bounds in uniform registers: a loop that might diverge would cost the main loop its own.
   const int end_row = ptx::uniform(min(first_row + 16, w.end_row - w.first_row));
 #pragma unroll 1
   for (int row = ptx::uniform(first_row); row < end_row; ++row) {
-    const int64_t query = w.q_row + grouping<Config>(a).query(row),
-                  head = w.head + Config::head_of(consumer) + grouping<Config>(a).head(row);
-    const int64_t head_kv = key_head<Config>(a, w, Config::head_of(consumer));
+    const int64_t query = w.q_row + grouping<Config>(a).query(row);
+    const int head = w.head + Config::head_of(consumer) + grouping<Config>(a).head(row);
     const int in_sequence = grouping<Config>(a).query(w.first_row + row);
     float q[kElements], o[kElements] = {}, maximum = -FLT_MAX, sum = 0.0f;
-    read_row<Config>(q, p.q,
-                     w.batch * p.q_stride.batch + query * p.q_stride.row + head * p.q_stride.head,
-                     p.head_dim);
+    read_row(q, of_head(p.q, p.q_stride, head) + query * p.q_stride.row, p.head_dim);
     const int end_key = ptx::uniform(window.end_key(in_sequence, w.seqlen_k));
 #pragma unroll 1
     for (int key = ptx::uniform(window.first_key(in_sequence)); key < end_key; ++key) {
-      const int64_t k_row = w.k_row + key;
-      float k[kElements], v[kElements], score[1] = {};
-      read_row<Config>(
-          k, p.k, w.batch * p.k_stride.batch + k_row * p.k_stride.row + head_kv * p.k_stride.head,
-          p.head_dim);
+      float x[kElements], score[1] = {};
+      read_row(x, keys + key * p.k_stride.row, p.head_dim);
 #pragma unroll
-      for (int i = 0; i < kElements; ++i) score[0] += q[i] * k[i];
+      for (int i = 0; i < kElements; ++i) score[0] += q[i] * x[i];
 #pragma unroll
       for (int distance = 16; distance > 0; distance /= 2) {
         score[0] += __shfl_xor_sync(0xffffffffu, score[0], distance);
@@ -73,19 +73,17 @@ __device__ __forceinline__ void recompute_rows(const ForwardArguments& a, const 
       const float weight = ptx::exp2_approx(scaled - new_maximum);
       maximum = new_maximum;
       sum = sum * factor + weight;
-      read_row<Config>(
-          v, p.v, w.batch * p.v_stride.batch + k_row * p.v_stride.row + head_kv * p.v_stride.head,
-          p.head_dim_v);
+      read_row(x, values + key * p.v_stride.row, p.head_dim_v);
 #pragma unroll
-      for (int i = 0; i < kElements; ++i) o[i] = o[i] * factor + weight * v[i];
+      for (int i = 0; i < kElements; ++i) o[i] = o[i] * factor + weight * x[i];
     }
-    auto* out = static_cast<typename Config::Element*>(p.out) + w.batch * p.out_stride.batch +
-                query * p.out_stride.row + head * p.out_stride.head;
+    auto* out = const_cast<Element*>(of_head(p.out, p.out_stride, head) + query * p.out_stride.row);
+    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
-      const int column = ptx::lane() + 32 * i;
-      if (column < p.head_dim_v && !(fabsf(static_cast<float>(out[column])) <= FLT_MAX)) {
-        out[column] = typename Config::Element(sum == 0.0f ? 0.0f : o[i] / sum);
+      if (ptx::lane() + 32 * i < p.head_dim_v &&
+          !(fabsf(static_cast<float>(out[32 * i])) <= FLT_MAX)) {
+        out[32 * i] = Element(o[i] * inverse);
       }
     }
   }

@@ -151,18 +151,22 @@ __device__ __forceinline__ void note_tile(const Timeline& timeline, int tile, co
 __device__ __forceinline__ void take_index(const ForwardArguments& a, TileQueue& s) {
   const int blocks = gridDim.x;
   if (a.counter != nullptr) {
-    s.index = s.round++ == 0 ? blockIdx.x : blocks + ptx::atomic_add(&a.counter->taken, 1);
+    s.index = blocks + ptx::atomic_add(&a.counter->taken, 1);
     return;
   }
-  // The static schedule: each section in rounds of one tile a block, every second round backwards.
-  // The block with the longest tile of a round gets the shortest tile of the next round.
+  // The static schedule: the tiles of a section in rounds of one tile a block, every second round
+  // backwards. The block with the longest tile of a round gets the shortest one of the next.
   int place;
   do {
-    const int round = s.round++, section = round / a.section_rounds;
-    place = (round - section * a.section_rounds) * blocks +
-            (round % 2 == 0 ? blockIdx.x : blocks - 1 - blockIdx.x);
-    s.index = section * a.section_tiles + place;
+    s.backwards ^= 1;
+    s.round_begin += blocks;
+    if (s.round_begin >= a.section_tiles) {
+      s.section_begin += a.section_tiles;
+      s.round_begin = 0;
+    }
+    place = s.round_begin + (s.backwards ? blocks - 1 - blockIdx.x : blockIdx.x);
   } while (place >= a.section_tiles);
+  s.index = s.section_begin + place;
 }
 
 // Hands out tiles until none is left. It takes a tile only when the producer nears the end of the
@@ -175,8 +179,9 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
   const bool elected = threadIdx.x % 32 == 0;
   if (elected) {
     s.queue.tiles = 0;
-    s.queue.round = 0;
+    s.queue.index = blockIdx.x;
     s.queue.batch = 0;
+    s.queue.backwards = s.queue.round_begin = s.queue.section_begin = 0;
   }
   __syncwarp();
   if (a.packed) count_tiles<Config>(a, s.queue, 0);
@@ -188,9 +193,9 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
     if (tiles > 0) {
       if (!a.prefetch_tiles) ptx::mbarrier_wait(shared_address(&s.tile_wanted), tiles - 1 & 1);
       timeline.tile(tiles, SchedulerTile::kTake);
+      if (elected) take_index(a, s.queue);
+      __syncwarp();
     }
-    if (elected) take_index(a, s.queue);
-    __syncwarp();
     timeline.tile(tiles, SchedulerTile::kAwaitSlot);
     const TileSlot slot(tiles);
     if constexpr (kGuardedTiles) {
