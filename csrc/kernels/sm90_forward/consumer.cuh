@@ -22,9 +22,25 @@ class Consumer {
         consumer(ptx::uniform(threadIdx.x / 128 - 1)),
         timeline(Lane::kConsumer + consumer, threadIdx.x % 128 == 0) {}
 
-  // The schedule. S(j+1) and O(j) are in flight together, and the softmax of S(j+1) runs while O(j)
-  // does. O(j) reads one of two sets of probabilities while the softmax writes the other.
   __device__ __forceinline__ void run() {
+    // Outside the loop over tiles, so that its code lies outside of theirs.
+    while (run_tiles()) {
+      recompute_rows<Config>(a, work(), static_cast<int>(threadIdx.x / 128) - 1);
+      release_tile();
+    }
+    finish();
+  }
+
+ private:
+  using Ring = Slot<Config::kStages>;
+  using TileSlot = Slot<ForwardShared<Config>::kTiles>;
+  static constexpr int kBlockN = Config::kBlockN;
+
+  // Tile after tile, until none is left (false) or the warp's O is in doubt (true).
+  //
+  // The schedule: S(j+1) and O(j) are in flight together, and the softmax of S(j+1) runs while O(j)
+  // does. O(j) reads one of two sets of probabilities while the softmax writes the other.
+  __device__ __forceinline__ bool run_tiles() {
     constexpr int kOther = Config::kScoresLive;  // otherwise one set serves
     Probabilities<Config> p[2];
     while (await_tile()) {
@@ -53,15 +69,11 @@ class Consumer {
         release(s.q_empty[q_stage()][consumer]);
       }
       skip(t.begin, ptx::uniform(work().range.begin), ConsumerTile::kSkipLast);
-      finish_tile();
+      if (__builtin_expect(!store_tile(), false)) return true;
+      release_tile();
     }
-    finish();
+    return false;
   }
-
- private:
-  using Ring = Slot<Config::kStages>;
-  using TileSlot = Slot<ForwardShared<Config>::kTiles>;
-  static constexpr int kBlockN = Config::kBlockN;
 
   // The blocks of keys of a tile, in uniform registers: [begin, end) are this consumer's, and
   // [full_begin, full_end) need no mask.
@@ -185,12 +197,14 @@ class Consumer {
     release(s.v_empty[v_slot.stage]);
   }
 
-  __device__ __forceinline__ void finish_tile() {
+  // False if the warp stored NaN or infinity that may come from keys which its row does not see.
+  __device__ __forceinline__ bool store_tile() {
     mark(ConsumerTile::kEpilogue);
     const bool finite = store_output<Config>(f, a, work(), consumer, s.o[threadIdx.x / 32 - 4]);
-    if (__builtin_expect(a.hides_keys && ptx::uniform(!finite), false)) {
-      recompute_rows<Config>(a, work(), static_cast<int>(threadIdx.x / 128) - 1);
-    }
+    return finite || !a.hides_keys;
+  }
+
+  __device__ __forceinline__ void release_tile() {
     inject(Fault::kReleaseTile, tiles);
     uint64_t& empty = s.tile_empty[TileSlot(tiles).stage];
     if constexpr (kEveryLaneArrives) {
