@@ -10,12 +10,12 @@ struct TileCounter {
   int finished;  // blocks that took their last
 };
 
-// The counter of a stream, at zero. Only launches on `stream` use it, one after the other. The
-// kernel leaves it at zero, so that no launch needs a memset.
+// A counter at zero that no kernel in flight uses but the next launch on `stream`. The kernel
+// leaves it at zero, so that no launch needs a memset: launches on one stream share a counter. A
+// launch under graph capture gets one of its own, for whichever stream replays it.
 //
-// Null under graph capture: the launch then takes its tiles in a fixed order. A graph may be
-// instantiated twice, or cloned into another graph, and both may run at the same time with one set
-// of launch parameters.
+// Limit: one captured launch must not run twice at the same time, as by two executable graphs of
+// one graph. Both would take their tiles from one counter.
 cudaError_t tile_counter(int device, cudaStream_t stream, TileCounter** counter);
 
 }  // namespace attnscope

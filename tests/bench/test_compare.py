@@ -269,7 +269,7 @@ def test_bad_input_has_its_own_exit_code(files: Callable[..., list[str]], tmp_pa
         ('{"schema": 9, "env": {}, "rows": []}', "schema 9"),
         ('{"schema": 1, "env": {}, "rows": []}', "no rows of any impl"),
         ('{"schema": 1, "env": {}, "rows": {}}', "env must be an object, and rows a list"),
-        ('{"schema": 1, "env": {}, "rows": [3]}', "row 1 must have batch, dtype"),
+        ('{"schema": 1, "env": {}, "rows": [3]}', "row 1 must be an object"),
         ('{"schema": 1, "env": {}, "rows": [{"status": "ok"}]}', "it lacks batch, dtype"),
     ):
         bad.write_text(content)

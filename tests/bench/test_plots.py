@@ -319,13 +319,13 @@ def test_many_lengths_have_few_labels() -> None:
 
 def test_intervals_of_many_rows_take_no_time() -> None:
     """The draws are shared by all rows with as many samples: 7,200 intervals in seconds."""
-    from attnscope.bench import compare
+    from attnscope.bench import statistics
 
-    compare._median_ranks.cache_clear()
+    statistics._median_ranks.cache_clear()
     rng = np.random.default_rng(0)
     for _ in range(50):
-        compare.bootstrap_ratio(rng.random(20).tolist(), rng.random(20).tolist())
-    assert compare._median_ranks.cache_info().misses == 2
+        statistics.bootstrap_ratio(rng.random(20).tolist(), rng.random(20).tolist())
+    assert statistics._median_ranks.cache_info().misses == 2
 
 
 def test_many_workloads_that_form_no_curve_are_several_figures() -> None:

@@ -88,7 +88,7 @@ def test_nothing_in_the_main_loop_waits_for_a_uniform_value(tile, element):
     assert all("REDUX" not in part[:2000] for part in steps[1:])
     assert loop.count("REDUX") <= 2
     # A branch around a release took ring positions off the uniform datapath: 48 R2UR a loop.
-    assert loop.count("R2UR") <= {192: 14, 256: 24}.get(tile["head_dim"], 0)
+    assert loop.count("R2UR") <= {192: 14, 256: 26}.get(tile["head_dim"], 0)
 
 
 def test_every_tile_has_both_dtypes():

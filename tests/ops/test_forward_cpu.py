@@ -191,7 +191,6 @@ print(min(growth(1500) for _ in range(4)))  # thread pools and caches grow once
 """
 
 
-@pytest.mark.xfail(reason="the schema's str leaks 48 bytes a call, which pin holes in the heap")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_tiny_calls_do_not_fragment_the_heap():
     result = subprocess.run(

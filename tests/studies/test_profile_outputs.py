@@ -81,8 +81,14 @@ def test_a_folder_in_the_place_of_a_file(tmp_path: Path, suffix: str, resume: bo
         ("\xff\x00", "not a result file"),
         ("[]", "no schema, env and rows in it"),
         (json.dumps({"schema": 2, "env": ENV, "rows": []}), "schema 2; this version reads 1"),
-        (json.dumps({"schema": 1, "env": [], "rows": []}), r"not a result file: env is \[\]"),
-        (json.dumps({"schema": 1, "env": ENV, "rows": 3}), "not a result file: rows is 3"),
+        (
+            json.dumps({"schema": 1, "env": [], "rows": []}),
+            "not a result file: env must be an object",
+        ),
+        (
+            json.dumps({"schema": 1, "env": ENV, "rows": 3}),
+            "not a result file: env must be an object, and rows a list",
+        ),
         (json.dumps({"schema": 1, "env": {"device": "cuda"}, "rows": []}), "made with device"),
     ],
 )

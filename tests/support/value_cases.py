@@ -225,7 +225,7 @@ def _value_params() -> list[pytest.param]:
             giant_maximum_that_rises_and_falls: [()],
             logits_that_overflow_are_nan: [()],
             softcap_of_any_size: [
-                *((cap, 1.0) for cap in (30.0, 50.0, 255.0, 256.0, 1e3, 1e6, 1e12, 1e38)),
+                *((cap, 1.0) for cap in (30.0, 50.0, 255.0, 256.0, 1e3, 1e6, 1e12, 1e36)),
                 *((cap, 200.0) for cap in (30.0, 300.0, 1e3, 1e4, 1e12)),
             ],
             any_cu_seqlens_write_every_row: [

@@ -75,10 +75,6 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
   }
   const int64_t blocks =
       std::clamp<int64_t>(most_tiles, 1, int64_t{Config::kBlocksPerSm} * device.sms);
-  // A section that leaves blocks without a first tile is no section.
-  const int64_t section = int64_t{m_blocks} * a.order.section;
-  const bool sections = !p.packed() && is_causal(p) && section >= blocks;
-  a.section_tiles = static_cast<int>(sections ? std::min<int64_t>(section, a.tiles) : a.tiles);
   kernel<<<static_cast<unsigned>(blocks), Config::kThreads, kSharedBytes, stream>>>(a);
   return cudaGetLastError();
 }

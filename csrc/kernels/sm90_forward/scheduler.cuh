@@ -147,28 +147,6 @@ __device__ __forceinline__ void note_tile(const Timeline& timeline, int tile, co
   timeline.note(tile, SchedulerTile::kEndRow, w.end_row);
 }
 
-// Takes the block's next tile. Elected lane only.
-__device__ __forceinline__ void take_index(const ForwardArguments& a, TileQueue& s) {
-  const int blocks = gridDim.x;
-  if (a.counter != nullptr) {
-    s.index = blocks + ptx::atomic_add(&a.counter->taken, 1);
-    return;
-  }
-  // The static schedule: the tiles of a section in rounds of one tile a block, every second round
-  // backwards. The block with the longest tile of a round gets the shortest one of the next.
-  int place;
-  do {
-    s.backwards ^= 1;
-    s.round_begin += blocks;
-    if (s.round_begin >= a.section_tiles) {
-      s.section_begin += a.section_tiles;
-      s.round_begin = 0;
-    }
-    place = s.round_begin + (s.backwards ? blocks - 1 - blockIdx.x : blockIdx.x);
-  } while (place >= a.section_tiles);
-  s.index = s.section_begin + place;
-}
-
 // Hands out tiles until none is left. It takes a tile only when the producer nears the end of the
 // tile before: the next tile goes to the block that is free first, which balances long tiles. With
 // prefetch_tiles it takes a tile as soon as a slot is free: for short tiles latency counts more.
@@ -177,11 +155,13 @@ template <class Config>
 __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShared<Config>& s) {
   using ptx::shared_address;
   const bool elected = threadIdx.x % 32 == 0;
+  const auto take_index = [&] {
+    s.queue.index = gridDim.x + ptx::atomic_add(&a.counter->taken, 1);
+  };
   if (elected) {
     s.queue.tiles = 0;
     s.queue.index = blockIdx.x;
     s.queue.batch = 0;
-    s.queue.backwards = s.queue.round_begin = s.queue.section_begin = 0;
   }
   __syncwarp();
   if (a.packed) count_tiles<Config>(a, s.queue, 0);
@@ -193,7 +173,7 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
     if (tiles > 0) {
       if (!a.prefetch_tiles) ptx::mbarrier_wait(shared_address(&s.tile_wanted), tiles - 1 & 1);
       timeline.tile(tiles, SchedulerTile::kTake);
-      if (elected) take_index(a, s.queue);
+      if (elected) take_index();
       __syncwarp();
     }
     timeline.tile(tiles, SchedulerTile::kAwaitSlot);
@@ -213,7 +193,7 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
       if (w.range.begin < w.range.end) break;
       store_empty<Config>(a, w);
       __syncwarp();
-      if (elected) take_index(a, s.queue);
+      if (elected) take_index();
       __syncwarp();
     }
     if (stop) {
@@ -231,8 +211,7 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
     __syncwarp();
   }
   // The last block to get here leaves the counter at zero.
-  if (elected && a.counter != nullptr &&
-      ptx::atomic_add(&a.counter->finished, 1) == gridDim.x - 1) {
+  if (elected && ptx::atomic_add(&a.counter->finished, 1) == gridDim.x - 1) {
     a.counter->taken = 0;
     a.counter->finished = 0;
   }

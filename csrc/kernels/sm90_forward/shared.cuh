@@ -80,11 +80,10 @@ inline constexpr int kMostTiles = INT_MAX / 2;  // of a call, so that the sum of
 
 // The scheduler's place among the tiles. In shared memory, since the scheduler has few registers.
 struct TileQueue {
-  int tiles;                                  // handed out by this thread block
-  int index;                                  // of the tile, in the order of the call
-  int sequence;                               // the tile's sequence
-  int m_block;                                // the tile's place in that sequence
-  int backwards, round_begin, section_begin;  // of the static schedule
+  int tiles;        // handed out by this thread block
+  int index;        // of the tile, in the order of the call
+  int sequence;     // the tile's sequence
+  int m_block;      // the tile's place in that sequence
   int batch;        // packed: the first of the 32 sequences whose tiles are counted
   int through[33];  // packed: tiles before each of them, and through the last
 };
@@ -132,9 +131,8 @@ struct ForwardArguments {
   int tiles;              // dense: how many; packed: at most
   bool prefetch_tiles;    // take a tile as soon as a slot is free
   bool packed;
-  bool hides_keys;       // rows of a tile may see different keys
-  TileCounter* counter;  // null: a static schedule
-  int section_tiles;     // of the static schedule: tiles whose lengths fall, first to last
+  bool hides_keys;  // rows of a tile may see different keys
+  TileCounter* counter;
 };
 
 template <class Config>

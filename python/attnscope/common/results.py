@@ -53,7 +53,7 @@ class Results:
         if path.is_dir():
             raise ValueError(f"output must be a file, got the folder {path}")
         if resume and path.exists():
-            old = read_results(path)
+            old = read_record(path)
             for key in SAME_TO_RESUME:
                 if old["env"].get(key) != env.get(key):
                     raise ValueError(
@@ -102,7 +102,22 @@ def backup(path: Path) -> Path:
 
 
 def read_results(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """A result file as a dict with `schema`, `env` and `rows`.
+    """A result file of `attnscope bench` as a dict with `schema`, `env` and `rows`.
+
+    Raises ValueError as `read_record`, and where a row does not describe a call.
+    """
+    content = read_record(path)
+    for number, row in enumerate(content["rows"], start=1):
+        if not _NEEDED <= set(row):
+            raise ValueError(
+                f"{path}: not a result file: row {number} must have {', '.join(sorted(_NEEDED))}; "
+                f"it lacks {', '.join(sorted(_NEEDED - set(row)))}"
+            )
+    return content
+
+
+def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A file of rows, of any kind, as a dict with `schema`, `env` and `rows`.
 
     Raises ValueError for a file that is not strict JSON, not a result file, or of another schema.
     """
@@ -123,12 +138,8 @@ def read_results(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(content["env"], dict) or not isinstance(content["rows"], list):
         raise ValueError(f"{path}: not a result file: env must be an object, and rows a list")
     for number, row in enumerate(content["rows"], start=1):
-        if not isinstance(row, dict) or not _NEEDED <= set(row):
-            there = set(row) if isinstance(row, dict) else set()
-            raise ValueError(
-                f"{path}: not a result file: row {number} must have {', '.join(sorted(_NEEDED))}; "
-                f"it lacks {', '.join(sorted(_NEEDED - there))}"
-            )
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}: not a result file: row {number} must be an object")
     return content
 
 

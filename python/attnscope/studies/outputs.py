@@ -35,7 +35,7 @@ def start(stem: Path, env: dict[str, Any], resume: bool | None = None) -> Result
     Raises ValueError where the files cannot be written, where there are records that are not gone
     on with (they took time, and stay), and what `Results.create` raises.
     """
-    from attnscope.common.results import Results, read_results
+    from attnscope.common.results import Results, read_record
 
     make_folder(stem.parent)
     for file in map(stem.with_suffix, SUFFIXES):
@@ -46,7 +46,7 @@ def start(stem: Path, env: dict[str, Any], resume: bool | None = None) -> Result
         if not resume:
             how = "" if resume is None else "go on with it by --resume, or "
             raise ValueError(f"output: {path} exists and is kept; {how}give another --output")
-        content = read_results(path)
+        content = read_record(path)
         for key, kind in (("env", dict), ("rows", list)):
             if not isinstance(content[key], kind):
                 raise ValueError(f"{path}: not a result file: {key} is {content[key]!r:.40}")
