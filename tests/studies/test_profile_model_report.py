@@ -11,7 +11,7 @@ import pytest
 from made_trace import RECORDED
 from step_trace import FUSED, record, step
 
-from attnscope.common.results import Results, read_results
+from attnscope.common.results import Results, read_record
 from attnscope.profile import Profile
 from attnscope.profile.errors import ProfileError
 from attnscope.profile.render.document import Document, Section
@@ -145,12 +145,12 @@ def test_records_are_saved_as_they_come_and_not_made_twice(tmp_path: Path) -> No
 
     def told(one: Record) -> None:
         seen.append((one["impl"], one["status"]))
-        assert one in read_results(path)["rows"]
+        assert one in read_record(path)["rows"]
 
     results = Results.create(path, {"device": "cpu"}, resume=False)
     run_all(todo, results, on_done=told)
     assert seen == [("naive", "ok"), ("cpu", "ok"), ("cuda", "skipped")]
-    naive, cpu, cuda = read_results(path)["rows"]
+    naive, cpu, cuda = read_record(path)["rows"]
     assert set(naive["wall_ms"]) == {"forward", "backward", "optimizer"}
     assert set(cpu["wall_ms"]) == {"forward"}
     assert "no backward" in cpu["no_backward"]

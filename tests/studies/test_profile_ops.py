@@ -14,7 +14,7 @@ from made_trace import RECORDED, RECORDINGS, kernel, launch, named, op, write_tr
 from typer.testing import CliRunner
 
 from attnscope.bench.timing import Timing
-from attnscope.common.results import Results, read_results
+from attnscope.common.results import Results, read_record
 from attnscope.profile.api import Profile
 from attnscope.profile.errors import ProfileError
 from attnscope.profile.render.document import rows_of
@@ -217,7 +217,7 @@ def test_what_is_not_there_is_a_row_with_the_reason(
     told: list[str] = []
     cases = [one for one in CASES if one.impl != "sdpa-flash"]  # which would run on a CPU
     measure_all(results, CPU, lambda record: told.append(record["status"]), cases)
-    records = read_results(results.path)["rows"]
+    records = read_record(results.path)["rows"]
     assert records == results.rows and told == [record["status"] for record in records]
     assert [record["call"] for record in records] == [*(one.name for one in cases), *COLD_CASES]
     by_name = {record["call"]: record for record in records if record["start"] == "warm"}

@@ -83,11 +83,11 @@ def test_a_folder_in_the_place_of_a_file(tmp_path: Path, suffix: str, resume: bo
         (json.dumps({"schema": 2, "env": ENV, "rows": []}), "schema 2; this version reads 1"),
         (
             json.dumps({"schema": 1, "env": [], "rows": []}),
-            "not a result file: env must be an object",
+            "env must be an object",
         ),
         (
             json.dumps({"schema": 1, "env": ENV, "rows": 3}),
-            "not a result file: env must be an object, and rows a list",
+            "and rows a list",
         ),
         (json.dumps({"schema": 1, "env": {"device": "cuda"}, "rows": []}), "made with device"),
     ],
