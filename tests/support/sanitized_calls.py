@@ -76,7 +76,7 @@ def handover() -> Iterator[Case]:
 
 
 def graph() -> Iterator[Case]:
-    """In a CUDA graph: the static schedule."""
+    """In a CUDA graph, with a tile counter of its own."""
     for shape in (REUSE[0], REUSE[3], REUSE[5], REUSE[9]):
         for name in ("full", "causal"):
             yield case(*shape, **MASKS[name])
