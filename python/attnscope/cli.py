@@ -1,5 +1,4 @@
-"""The console script. Each command is in the module that it serves; only that module is
-imported."""
+"""The console script. It imports only the module of the command that it runs."""
 
 from __future__ import annotations
 

@@ -136,8 +136,7 @@ def check_forward_fn(
     seed: int = 0,
     device: str | torch.device = "cuda",
 ) -> Verdict:
-    """Run `fn(q, k, v, cu_seqlens_q, cu_seqlens_k) -> (out, lse or None)` and compare the result
-    with fp64.
+    """Run `fn(q, k, v, cu_seqlens_q, cu_seqlens_k) -> (out, lse or None)` and check it.
 
     `workload` has the attributes of attnscope.bench.workloads.Workload; fn must apply the
     workload's mask and softcap itself. Free memory that fn may allocate is filled with NaN before

@@ -49,8 +49,7 @@ class Pair:
         return self.low is None or self.high is None or not self.low <= 1 <= self.high
 
     def verdict(self, limit: float | None) -> str:
-        """The verdict on a pair. `limit` is the gate's ratio, at most 1; None: any clear change
-        counts.
+        """Classify a pair. `limit` is the gate's, at most 1; None: any clear change counts.
 
         One of: faster, slower, same; unclear (below the limit, but the interval contains 1); lost
         (A has a time, B has none); broken (B is wrong or failed, A did not); no time.
@@ -285,9 +284,9 @@ def compare_command(
     """Compare two result files, or two impls, workload by workload.
 
     A ratio is the speed of B over the speed of A: above 1, B is faster. The gate fails on a ratio
-    below
-    the limit whose interval excludes 1, on a geometric mean below it, and on a row that has a time
-    in A but is wrong, failed, skipped or missing in B. Exit codes: 1 the gate failed, 2 bad input.
+    below the limit whose interval excludes 1, on a geometric mean below the limit, and on a row
+    that has a time in A but is wrong, failed, skipped or missing in B. Exit codes: 1 the gate
+    failed, 2 bad input.
     """
     from attnscope.common.console import console, say
     from attnscope.common.options import bad_input

@@ -159,8 +159,7 @@ def _print_reasons(rows: Sequence[Row]) -> None:
 
 
 class CheckReport:
-    """Prints one line per result as it arrives, and a summary; `finish` returns whether all
-    passed."""
+    """Prints a line per result and a summary; `finish` returns whether all passed."""
 
     def __init__(self) -> None:
         self._verdicts: dict[str, list[Verdict]] = {}

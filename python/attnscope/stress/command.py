@@ -38,9 +38,8 @@ def stress_command(
     Builds the CUDA library with -DATTNSCOPE_FAULTS on first use (it needs nvcc and the source
     tree). Copies, releases and tiles are delayed at random by up to --cycles; each case is compared
     with fp64 first. The protocol is correct if no delay changes a bit. Exit code 0: no row is
-    wrong.
-    1: wrong rows, printed with the plan that repeats them, or a kernel that hangs. 2: bad input, or
-    the run broke off.
+    wrong. 1: wrong rows, printed with the plan that repeats them, or a kernel that hangs. 2: bad
+    input, or the run broke off.
     """
     with bad_input("stress"):
         chosen = _kinds(kinds)

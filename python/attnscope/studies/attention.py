@@ -214,8 +214,7 @@ def _record(name: str, passes: Sequence[Pass], iterations: int) -> Profile:
 
 
 def _prove(passes: Sequence[Pass], found: Profile, device: torch.device) -> None:
-    """Raises ProfileError if the kernels (on a CPU: the ops) of a forward pass do not match its
-    impl."""
+    """Raises ProfileError if the kernels (CPU: the ops) of a forward pass do not match its impl."""
     trace = found.trace
     events: Sequence[Any] = trace.kernels
     if device.type != "cuda":

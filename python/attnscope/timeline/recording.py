@@ -100,8 +100,7 @@ class Recording:
 
     @cached_property
     def clock_mhz(self) -> float | None:
-        """SM clock during the launch; None if the device timer advanced too little to measure
-        it."""
+        """SM clock during the launch; None if the device timer advanced too little."""
         cycles = nanoseconds = 0
         for block in range(len(self.blocks)):
             for lane in range(CONSUMER, self.ends.shape[1]):
