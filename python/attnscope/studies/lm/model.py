@@ -85,7 +85,7 @@ SIZES = {
     "xl": (1600, 48, 25),
     "2.7B": (2560, 32, 32),
 }
-TINY = "tiny"  # for a machine without a GPU: a step takes about a second
+TINY = "tiny"  # for a machine without a GPU
 
 
 def model_config(name: str, context: int) -> ModelConfig:
