@@ -117,7 +117,9 @@ def _optimizer_steps(trace: Trace, end: int) -> list[Step]:
 
 
 def step_breakdown(attribution: Attribution) -> pandas.DataFrame:
-    """One row per step: step, first, wall_us and `<part>_us` of each of PARTS, which sum to wall_us.
+    """One row per step: step, first, wall_us and, for each of PARTS, `<part>_us`.
+
+    The parts sum to wall_us.
 
     attrs: "steps" is the rule that found the steps. "setup_us" is the first step's time minus the
     median of the others; without others it is None, with the reason in "setup_reason".

@@ -32,7 +32,7 @@ def operator_table(
     device_reason: str | None,
     sm_clock_mhz: float | None = None,
 ) -> pandas.DataFrame:
-    """One row for each op name, longest GPU time first. Rows for work without an op always come last.
+    """One row for each op name, longest GPU time first. Rows for work without an op come last.
 
     Columns: name, calls (launches, in the rows without an op), cpu_us, self_cpu_us, gpu_us (kernels
     of the op and of ops inside it), self_gpu_us (kernels it launched itself), kernels (number of
