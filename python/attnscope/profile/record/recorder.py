@@ -177,7 +177,7 @@ def _first_start() -> None:
 
 
 def _sentinel(cuda: bool) -> None:
-    """Launch a few kernels and wait for them; one alone could be lost without a real loss."""
+    """Launch several kernels and wait for each, so that losing only the first is not reported."""
     import torch
 
     if not cuda:

@@ -162,7 +162,7 @@ class profile:
 def annotate(name: str) -> Iterator[None]:
     """A named range: a row of the stage table, and an NVTX range in the domain `attnscope`.
 
-    Names should be few and fixed ("forward", "layer"): NVTX keeps each as long as the process.
+    Use few, fixed names ("forward", "layer"): NVTX keeps each name until the process exits.
     """
     import nvtx
     import torch
