@@ -1,7 +1,7 @@
-"""Attention kernels written by hand, and the instruments that prove what they do.
+"""Hand-written attention kernels, and the tools that verify, measure and profile them.
 
-`attention` and `attention_varlen` are loaded, with torch and the compiled ops, when they are first
-named. `import attnscope.ops` registers the ops of `torch.ops.attnscope` without them.
+The first access to `attention` or `attention_varlen` imports torch and the compiled ops. `import
+attnscope.ops` registers the ops of `torch.ops.attnscope` alone.
 """
 
 from __future__ import annotations

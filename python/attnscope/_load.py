@@ -10,7 +10,7 @@ import torch
 from attnscope.schemas import OPS
 
 PACKAGE = Path(__file__).parent
-# A build of the CUDA kernels to load in place of the package's, such as one with injected faults.
+# Path of a CUDA library to load instead of the package's, for example one with injected faults.
 CUDA_LIBRARY = Path(os.environ.get("ATTNSCOPE_CUDA_LIBRARY") or PACKAGE / "_C_cuda.so")
 REBUILD = "run `make build` or `pip install .` in the source tree"
 
@@ -59,7 +59,7 @@ def _load() -> dict[str, str]:
 
 
 def build_report() -> dict:
-    """What the build wrote: `not_built` (why there is no CUDA library, or None) and `kernels`
+    """The build's own report: `not_built` (why there is no CUDA library, or None) and `kernels`
     (registers, static shared memory, stack and spills of each kernel and architecture)."""
     path = PACKAGE / "kernels.json"
     if not path.exists():

@@ -1,4 +1,4 @@
-"""What the ops accept, and why a call was refused.
+"""Argument checks: what the ops accept, and why they refused a call.
 
 The C++ op checks its arguments. These checks explain a refusal after the fact: they raise an
 exception that names the argument, the rule and the value. They run before a call only where no C++
@@ -286,7 +286,7 @@ def _check_bounds(side: str, bounds: list[int], total: int, max_seqlen: int) -> 
 
 
 def _require(condition: Any, message: Any) -> None:
-    """Raise ValueError unless true; of symbolic sizes it becomes a fact of the graph."""
+    """Raise ValueError unless true; a condition on symbolic sizes becomes a guard of the graph."""
     torch._check_value(condition, message)
 
 

@@ -41,8 +41,8 @@ def forward_flops(
 ) -> int:
     """Floating-point operations of one forward call: both products over the visible pairs.
 
-    `segments` are (query length, key length), one a batch entry. Two operations a multiply-add;
-    the softmax is not counted, as is usual.
+    `segments` are (query length, key length), one a batch entry. A multiply-add counts as two
+    operations; the softmax is not counted, as is usual.
     """
     left, right = window
     pairs = sum(visible_pairs(sq, sk, left, 0 if causal else right) for sq, sk in segments)
@@ -66,8 +66,8 @@ def forward_flop_formula(
 ) -> int:
     """What FlopCounterMode counts for a call, from its arguments: exact for real tensors.
 
-    The lengths of fake packed batches are not known: every segment counts as max_seqlen long then,
-    as torch does for its own packed attention.
+    Fake packed batches have unknown lengths: every segment then counts as max_seqlen long, as in
+    torch's own packed attention.
     """
     from torch._subclasses.fake_tensor import is_fake
 

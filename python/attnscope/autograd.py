@@ -1,8 +1,8 @@
-"""Autograd of the forward ops: a kernel of our own on the Autograd key.
+"""Autograd of the forward ops: a hand-written kernel on the Autograd key.
 
-torch.library.register_autograd costs 5 us a call where nothing needs a gradient and 45 us where
-something does, and it drops the tangents of forward mode without an error. This kernel asks two
-questions, then redispatches below autograd or through an autograd.Function.
+torch.library.register_autograd costs 5 us per call if no tensor needs a gradient and 45 us
+otherwise, and it silently drops forward-mode tangents. This kernel makes two checks, then
+redispatches below autograd or through an autograd.Function.
 """
 
 # mypy: disallow-untyped-calls=False
@@ -56,7 +56,7 @@ def apply_functional(op: Any, tensors: tuple[Tensor | None, ...], options: dict[
     """
     top = torch._C._functorch.peek_interpreter_stack()
     if top is not None and top.key() == torch._C._functorch.TransformType.Functionalize:
-        return op(*tensors, **options)  # that one has no rule for autograd functions
+        return op(*tensors, **options)  # it has no rule for autograd functions
     return _FunctionalForward.apply(op, options, *tensors)
 
 

@@ -1,4 +1,4 @@
-"""The console script: each command lives in the module it serves, and only that one is imported."""
+"""The console script. It imports only the module of the command that it runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMMANDS = {
     "kernels": ("attnscope.kernels:kernels_command", "Show what every CUDA kernel uses."),
     "env": ("attnscope.cli:env_command", "Show what is installed, what runs, what is missing."),
 }
-# Of commands that pass words on to another program: options end where its name stands.
+# Commands that pass arguments on to another program: their own options end at its name.
 PASSING = ("profile",)
 HELP = (
     "Attention kernels and their instruments. Exit codes: 0 fine, 1 a gate or check failed, 2 bad "
@@ -72,7 +72,7 @@ def env_command(
 
 def main() -> None:
     """Entry point of `attnscope` and `python -m attnscope`."""
-    # While a shell completes a line, the line is in one of these and not in the arguments.
+    # During shell completion the line is in one of these variables, not in the arguments.
     line = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS")
     words = line.split()[1:] if line else sys.argv[1:]
     wanted = next((word for word in words if not word.startswith("-")), None)

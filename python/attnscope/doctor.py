@@ -26,8 +26,8 @@ CUDA_BIN = Path("/usr/local/cuda/bin")
 NVIDIA_PARAMS = Path("/proc/driver/nvidia/params")
 CAP_SYS_ADMIN = 21  # bit of a Linux process' capabilities
 
-# Program -> (where it is looked for beside PATH, how to get it). Relative patterns are for programs
-# that come in wheels: they are looked for in the folders of sys.path.
+# Program -> (search patterns besides PATH, how to get it). Relative patterns are for programs that
+# come in wheels: they are searched in the folders of sys.path.
 TOOLS: dict[str, tuple[tuple[str, ...], str]] = {
     "g++": ((), "apt install g++"),
     "ninja": ((), "pip install ninja"),
@@ -69,7 +69,7 @@ class Tool:
 
 
 def find_tool(name: str) -> Tool:
-    """Look a program of TOOLS up on PATH and in its usual places, and ask it for its version."""
+    """Find a program of TOOLS on PATH or in its usual places, and read its version."""
     places, remedy = TOOLS[name]
     path = shutil.which(name) or next(filter(None, map(_first_program, places)), None)
     if path is None:
@@ -87,7 +87,7 @@ def find_tool(name: str) -> Tool:
 
 
 def _first_program(pattern: str) -> str | None:
-    """The last path, by name, that matches a pattern and can be run: of versions the newest."""
+    """The last executable path, sorted by name, that matches a pattern: the newest version."""
     folders = [Path("/")] if pattern.startswith("/") else [Path(entry) for entry in sys.path]
     found = [path for folder in folders for path in folder.glob(pattern.lstrip("/"))]
     return max((str(path) for path in found if os.access(path, os.X_OK)), default=None)
@@ -116,7 +116,7 @@ def packages(required: Sequence[str]) -> tuple[dict[str, str | None], list[str]]
 
 
 def gpus() -> tuple[list[dict[str, Any]], list[str], list[str]]:
-    """The CUDA devices of this process, what is wrong with them, and what is worth telling."""
+    """The CUDA devices of this process, their errors, and remarks about them."""
     import torch
 
     from attnscope.common.hardware.devices import current_device
@@ -184,8 +184,8 @@ def _has_capability(bit: int) -> bool:
 def examine(impls: Callable[[bool], Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     """Everything `attnscope env` shows. `broken` lists what the package needs and does not have.
 
-    `impls` gives a mapping of `name`, `about` and `missing` for each implementation of attention,
-    asked whether a GPU is there.
+    `impls` takes whether a GPU is present, and returns a mapping of `name`, `about` and `missing`
+    for each implementation of attention.
     """
     import torch
 

@@ -47,7 +47,7 @@ def attention(
     deterministic: bool = False,
     impl: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(mask(cap(q k^T scale))) v, without the scores ever lying in memory.
+    """Compute softmax(mask(cap(q k^T scale))) v without writing the scores to memory.
 
     Args:
         q: [B, Sq, Hq, D]. bfloat16 or float16; on the CPU float32 and float64 too.
@@ -114,8 +114,8 @@ def attention_varlen(
         cu_seqlens_q, cu_seqlens_k: int32 [B + 1] on q's device, beginning with 0: segment b is rows
             cu_seqlens[b] to cu_seqlens[b + 1]. Segments may be empty, rows after the last one
             belong to nobody (and may hold NaN).
-        max_seqlen_q, max_seqlen_k: the longest segment's length, or more. Rows of a segment beyond
-            it are left out.
+        max_seqlen_q, max_seqlen_k: the longest segment's length, or more. Further rows of a segment
+        are ignored.
 
     The other arguments are those of `attention`; masks are aligned within each segment.
 
@@ -144,7 +144,7 @@ def _attention(
     softcap: float,
     impl: str | None,
 ) -> tuple[Tensor, Tensor]:
-    """Call an impl's op in the cheapest way that gives what the caller can see.
+    """Call an impl's op on the cheapest path that has the same visible result.
 
     The op checks its arguments. Only when it refuses them does `_check_call` name the reason.
     """
@@ -155,7 +155,7 @@ def _attention(
         options: dict[str, Any] = {
             "scale": 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
         }
-        # A keyword costs 0.2 us in the dispatcher: defaults are left out.
+        # A keyword costs 0.2 us in the dispatcher: defaults are omitted.
         if causal is True:
             options["causal"] = True
         elif causal is not False:  # the dispatcher would take None for False
@@ -203,7 +203,7 @@ def _trace(
     softcap: float,
     impl: str | None,
 ) -> tuple[Tensor, Tensor]:
-    """The call for a compiler: no question about a value that may be symbolic."""
+    """The call under a compiler: no branch on a value that may be symbolic."""
     op, variant = (_FORWARD, 0) if impl is None else _select(impl, q)
     left, right = window
     options: dict[str, Any] = {"variant": variant} if variant else {}

@@ -1,4 +1,4 @@
-"""Inputs that are hard in different ways, drawn on the device from a seed."""
+"""Numerically hard inputs of several kinds, generated on the device from a seed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 @dataclass(frozen=True)
 class Case:
-    """The part of a workload that numbers depend on."""
+    """The part of a workload that determines its numerical results."""
 
     batch: int
     seqlen_q: int

@@ -16,7 +16,7 @@ from attnscope.common.options import bad_input
 TOKENS, HIDDEN = 16384, 2048  # batch and heads follow from these where they are left out
 ARCHITECTURES = {"sm80": (80, 108), "sm90": (90, 132)}  # compute capability and SMs: A100, H100
 
-# The columns of a tile, in the field's words.
+# The columns of a tile, and their headings.
 COLUMNS = {
     "head_dim": "head dim of the tile; smaller head dims are filled with zeros",
     "block_m": "query rows of a head in a tile",
@@ -42,9 +42,11 @@ COLUMNS = {
 
 
 def symbol_matches(symbol: str, tile: dict[str, Any]) -> bool:
-    """Whether a demangled symbol is an instance of `tile`: the kernel's folder ("sm80_forward")
-    names the namespace and the function; of the template arguments the first integer is the head
-    dim, the second, where there is one, the query rows."""
+    """Whether a demangled symbol is an instance of `tile`.
+
+    The kernel's folder ("sm80_forward") is the name of the namespace and of the function. The first
+    integer template argument is the head dim; the second, if there is one, the query rows.
+    """
     arch, _, operation = tile["kernel"].partition("_")
     found = re.search(rf"\b{arch}::{operation}_kernel<(.*)>", symbol)
     integers = [int(i) for i in re.findall(r"(?<![\w:])\d+", found[1])] if found else []
@@ -52,8 +54,11 @@ def symbol_matches(symbol: str, tile: dict[str, Any]) -> bool:
 
 
 def join(tiles: Sequence[dict[str, Any]], usage: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each tile and architecture: the tile, the most that any of its instances uses,
-    and the occupancy with that. A tile without an instance in the build is a row with `missing`."""
+    """One row for each tile and architecture.
+
+    A row has the tile, the highest resource usage of its instances, and the occupancy at that
+    usage. A tile without an instance in the build is a row with `missing`.
+    """
     rows = []
     for tile in tiles:
         mine = [u for u in usage if symbol_matches(u["kernel"], tile)]
@@ -170,8 +175,8 @@ def choose_forward(call: Call) -> dict[str, Any]:
 
     Keys: `kernel`; `tile`, its row of the table (see `COLUMNS`); `rule`, how the row was chosen;
     `heads_side_by_side`, the heads of a group in one tile; `causal`, whether later rows see more
-    keys; `not_sm90`, why the Hopper kernel does not serve it, or None; `tiles`, thread `blocks` and
-    `resident_blocks` (on the whole device at a time) and `waves` of them. A packed batch may have
+    keys; `not_sm90`, why the Hopper kernel does not serve the call, or None; `tiles`; thread
+    `blocks`; `resident_blocks`, at a time on the whole device; `waves`. A packed batch may have
     fewer tiles and blocks. Raises ValueError for sizes that no call has.
     """
     import torch

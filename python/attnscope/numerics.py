@@ -1,4 +1,4 @@
-"""The gate: is a result as close to the fp64 truth as its dtype allows?
+"""The gate: is a result as close to the fp64 reference as its dtype allows?
 
 The rule, row by row (a row is one query of one head): the largest error against fp64 may be
 C_FORWARD times the error of plain same-dtype PyTorch nearby, plus a few ulps of the output's dtype
@@ -23,12 +23,12 @@ from attnscope.inputs import Case, make_inputs
 from attnscope.reference import attention_reference, naive_attention_blocked
 
 C_FORWARD = 2.0
-# Of the output dtype, at the row's largest |out|. In 16 bits the rounding of out is most of the
-# error. In fp32 and fp64 it is the order of summation: the baseline's is a library's best, and the
-# reference has an fp64 rounding of its own.
+# Ulps of the output dtype at the row's largest |out|. In 16 bits most of the error is the rounding
+# of out. In fp32 and fp64 most of it is the order of summation: the baseline's order is a library's
+# best, and the reference itself is rounded to fp64.
 FLOOR_ULPS = {torch.bfloat16: 1.0, torch.float16: 1.0, torch.float32: 32.0, torch.float64: 256.0}
-# Of the scores' dtype (fp32, or fp64), times |lse|: a score is rounded a few times at its own size,
-# which is about |lse|, and its error is a relative error of its weight.
+# Ulps of the scores' dtype (fp32 or fp64), times |lse|. A score is rounded a few times at its own
+# magnitude, about |lse|; its absolute error becomes a relative error of its weight.
 SCORE_ULPS = 4.0
 LSE_FLOOR_ULPS = 32.0  # of fp32, at max(1, |lse|)
 TANH_APPROX = 2.0**-11  # relative error of the hardware's tanh, which a softcap may use
@@ -44,11 +44,11 @@ ForwardFn = Callable[..., tuple[Tensor, Tensor | None]]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the gate found. Errors are absolute, against fp64; ratios are kernel over baseline.
+    """Result of the gate. Errors are absolute, against fp64; ratios are kernel over baseline.
 
-    `margin` decides: the worst row's error as a share of what it is allowed, at most 1 to pass.
-    `err_ratio` (largest error over the baseline's largest) is for the reader; None where the
-    baseline is exact. The lse fields are None where no lse was given.
+    `margin` decides: the worst row's error as a share of its allowed error, at most 1 to pass.
+    `err_ratio` (largest error over the baseline's largest error) is informative only; None if the
+    baseline is exact. The lse fields are None if there is no lse.
     """
 
     passed: bool
@@ -80,8 +80,8 @@ def compare_forward(
     Layouts are the op's, dense or packed: out [B, Sq, Hq, Dv] with lse [B, Hq, Sq], or
     [Tq, Hq, Dv] with [Hq, Tq]. `ref_*` are fp64, `baseline_out` is in out's dtype; `baseline_lse`
     comes from fp32 scores, which is what kernels keep. `softcap` allows the lse the error of the
-    hardware's tanh. inf and nan must stand exactly where the reference has them, and rows without
-    keys must be exactly 0.
+    hardware's tanh. inf and nan must be exactly where the reference has them, and rows without keys
+    must be exactly 0.
     """
     if out.dtype != baseline_out.dtype:
         return Verdict(False, f"out has dtype {out.dtype}, not {baseline_out.dtype}")
@@ -136,12 +136,12 @@ def check_forward_fn(
     seed: int = 0,
     device: str | torch.device = "cuda",
 ) -> Verdict:
-    """Run `fn(q, k, v, cu_seqlens_q, cu_seqlens_k) -> (out, lse or None)` and judge it.
+    """Run `fn(q, k, v, cu_seqlens_q, cu_seqlens_k) -> (out, lse or None)` and check it.
 
-    `workload` has the attributes of attnscope.bench.workloads.Workload; the mask and the softcap
-    are fn's business and must be the workload's. Memory that fn may be handed is filled with NaN
-    before each of two runs, so what it does not write shows; `repeatable` says whether the two
-    agree bitwise (a report, no condition). Exceptions of fn pass through.
+    `workload` has the attributes of attnscope.bench.workloads.Workload; fn must apply the
+    workload's mask and softcap itself. Free memory that fn may allocate is filled with NaN before
+    each of two runs, so unwritten outputs become visible. `repeatable` is whether both runs agree
+    bitwise (reported, not required). Exceptions of fn propagate.
     """
     case, device = Case.of(workload), torch.device(device)
     inputs = make_inputs(case, kind, seed, device)
@@ -170,7 +170,7 @@ class _Truth:
     baseline: tuple[Tensor, Tensor]
 
     def judge(self, out: Tensor, lse: Tensor | None) -> Verdict:
-        """Look at the whole of the result for nan and inf, and at the covered rows in full."""
+        """Check the whole result for nan and inf, and compare the covered rows in full."""
         packed = self.case.seqlens is not None
         if out.dim() != (3 if packed else 4):
             return Verdict(False, f"out has {out.dim()} dimensions; expected {3 if packed else 4}")
@@ -249,7 +249,7 @@ def _choose(count: int, take: int, generator: torch.Generator) -> Tensor:
 
 
 def _poison(case: Case, q: Tensor) -> None:
-    """Leave NaN in the free memory that the allocator will hand out for out and lse."""
+    """Leave NaN in the free memory that the allocator will use for out and lse."""
     rows = q.shape[:-1]
     held = [
         torch.full(shape, math.nan, dtype=dtype, device=q.device)
@@ -260,7 +260,7 @@ def _poison(case: Case, q: Tensor) -> None:
 
 
 def _odd_values(name: str, got: Tensor, want: Tensor) -> str:
-    """Where inf or nan of `got` are not those of `want`; empty when they agree."""
+    """Where inf or nan of `got` and `want` differ; empty if they agree."""
     for test in (torch.isnan, torch.isposinf, torch.isneginf):
         if at := _first(test(got) != test(want)):
             return f"{name}{list(at)} is {got[at].item():g}, the reference {want[at].item():g}"

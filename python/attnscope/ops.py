@@ -1,6 +1,6 @@
-"""What Python adds to the forward ops: fakes, autograd, autocast, vmap and FLOP formulas.
+"""The Python side of the forward ops: fakes, autograd, autocast, vmap and FLOP formulas.
 
-The C++ op is the op: csrc/binding/library.cpp has its schema and the layouts of its tensors.
+The op itself is in C++: csrc/binding/library.cpp has its schema and its tensor layouts.
 """
 
 from __future__ import annotations

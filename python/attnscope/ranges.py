@@ -1,7 +1,7 @@
 """NVTX names of the project: one domain, a short fixed set of ranges.
 
-The C++ side emits FORWARD and COPY (csrc/binding/nvtx.h holds the same strings; a test compares
-the two), the bench and the checks emit the phases. Strings are registered, so nsys can gate on
+The C++ side emits FORWARD and COPY (csrc/binding/nvtx.h has the same strings; a test compares
+them), the bench and the checks emit the phases. Strings are registered, so nsys can gate on
 them without NSYS_NVTX_PROFILER_REGISTER_ONLY=0.
 """
 

@@ -1,4 +1,4 @@
-"""What an attention call means, in plain PyTorch: the fp64 truth and the same-dtype baseline.
+"""Attention in plain PyTorch: the fp64 reference and the same-dtype baseline.
 
 Layouts are the op's. Dense: q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv] give out
 [B, Sq, Hq, Dv] and lse [B, Hq, Sq]. Packed (cu_seqlens_* int32 [B + 1]): q [Tq, Hq, D],
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Scores held at a time: 0.5 GB of fp64 on a GPU, 32 MB (about a last-level cache) on a CPU.
+# Scores in memory at a time: 0.5 GB of fp64 on a GPU, 32 MB (about a last-level cache) on a CPU.
 _SCORES = {"cuda": 1 << 26, "cpu": 1 << 22}
 
 
@@ -49,8 +49,8 @@ def attention_reference(
     """Attention in fp64, on the tensors' device, in memory linear in the sequence lengths.
 
     `scale` defaults to 1/sqrt(D), `softcap` 0 is none, a window of -1 is unbounded. `rows` (int64
-    [R], dense only) keeps these query rows alone; to keep some heads, index the inputs. Keys that a
-    row does not see may hold anything, NaN included. Returns (out, lse), both fp64.
+    [R], dense only) selects query rows; to select heads, index the inputs. Keys that a row does not
+    see may contain anything, NaN included. Returns (out, lse), both fp64.
     """
     options = _options(q, causal, window, scale, softcap)
     return _attention(_exact, torch.float64, q, k, v, cu_seqlens_q, cu_seqlens_k, options, rows)
@@ -159,7 +159,7 @@ def _naive_dense(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Te
         kh, vh = (t.repeat_interleave(group, dim=1) for t in (kh, vh))
     visible = None
     if options.left >= 0 or options.right >= 0 or k.shape[1] == 0:
-        rows = torch.arange(q.shape[1], device=q.device)  # a copy from the CPU would be waited for
+        rows = torch.arange(q.shape[1], device=q.device)  # a copy from the CPU would synchronize
         first, last = _intervals(rows, q.shape[1], k.shape[1], options).unsqueeze(-1)
         keys = torch.arange(k.shape[1], device=q.device)
         visible = (keys >= first) & (keys < last)

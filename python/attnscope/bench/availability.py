@@ -9,7 +9,7 @@ from attnscope.bench.workloads import Workload
 
 
 def availability(on_gpu: bool) -> list[dict[str, str | None]]:
-    """Every impl, and why it does not run here (None: it runs), asked with a small workload."""
+    """Every impl, and why it does not run here (None: it runs), checked with a small workload."""
     device = torch.device("cuda" if on_gpu else "cpu")
     dtype = "bfloat16" if on_gpu else "float32"
     work = Workload.of(head_dim=64, heads=2, seqlen=128, dtype=dtype)

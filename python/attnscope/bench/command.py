@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
     from attnscope.bench.impls import Impl
 
-# The shape that the options describe where they leave something out.
+# Defaults of the options that describe a shape.
 SHAPE = {
     "cuda": {"batch": 8, "heads_q": 16, "head_dim": 128, "dtype": "bfloat16"},
     "cpu": {"batch": 1, "heads_q": 8, "head_dim": 64, "dtype": "float32"},
 }
-# How samples are taken where an option is left out.
+# Defaults of the sampling options.
 USUAL: dict[str, dict[str, Any]] = {
     "cuda": {"l2": "cold", "budget_s": 2.0, "layouts": "both"},
     "cpu": {"l2": "warm", "budget_s": 1.0, "layouts": "bshd"},
@@ -107,7 +107,7 @@ def bench_command(
     device: Device = None,
     list_: ListThem = False,
 ) -> None:
-    """Time impls on a suite: each is checked, its kernel names verified, timed, checked again.
+    """Time impls on a suite: check outputs, verify kernel names, time, check outputs again.
 
     Rows are saved after every workload; --resume goes on after an interruption. A file of the same
     name that is not resumed is kept as .bak. Exit codes: 1 the sweep could not finish, 2 bad input.
@@ -190,8 +190,8 @@ def check_command(
 ) -> None:
     """Compare impls with the fp64 reference, workload by workload.
 
-    A result passes when every row's error is at most twice that of plain same-dtype PyTorch, plus
-    a few ulps, and inf and nan stand where they must. Exit codes: 1 something failed or nothing
+    A result passes if every row's error is at most twice the error of plain same-dtype PyTorch plus
+    a few ulps, and inf and nan are where they must be. Exit codes: 1 something failed or nothing
     could be checked, 2 bad input.
     """
     with bad_input("check"):
@@ -278,7 +278,7 @@ def pick_works(
     device_type: str,
     default: str,
 ) -> list[Workload]:
-    """Workloads of a suite, or of lengths and a shape; one or the other."""
+    """Workloads from a suite, or from lengths and a shape, never both."""
     given = {key: value for key, value in shape.items() if value is not None}
     given |= {} if causal is None else {"causal": causal}
     if seq_lengths is None:

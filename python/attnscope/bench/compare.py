@@ -1,7 +1,7 @@
-"""Two runs, or two impls of one run, side by side: ratios with intervals, and a gate for CI.
+"""Compare two runs, or two impls of one run: ratios with intervals, and a gate for CI.
 
-Everywhere A is the baseline and B the candidate; a ratio is speed of B over speed of A (median time
-of A over median time of B), so above 1 means B is faster.
+A is always the baseline and B the candidate. A ratio is the speed of B over the speed of A (median
+time of A over median time of B): above 1, B is faster.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from attnscope.common.results import read_results
 
 Row = Mapping[str, Any]
 CLOCK_TOLERANCE = 0.05  # runs whose SM clocks are further apart are not the same experiment
-# What must agree for two runs to be compared, and what is only told where it differs.
+# What must agree for two runs to be compared, and what is only reported if it differs.
 SAME = {"cuda": ("device", "gpu", "gpu_sms", "power_limit_w"), "cpu": ("device", "cpu", "threads")}
 TOLD = ("torch", "cuda", "driver", "cudnn", "triton", "attnscope", "git_sha")
 
@@ -49,10 +49,10 @@ class Pair:
         return self.low is None or self.high is None or not self.low <= 1 <= self.high
 
     def verdict(self, limit: float | None) -> str:
-        """`limit` is the gate's, a ratio of at most 1; without one, any clear change counts.
+        """Classify a pair. `limit` is the gate's, at most 1; None: any clear change counts.
 
-        faster, slower, same; unclear: below the limit, but its interval holds 1; lost: A has a
-        time and B has none; broken: B is wrong or failed where A is not; no time.
+        One of: faster, slower, same; unclear (below the limit, but the interval contains 1); lost
+        (A has a time, B has none); broken (B is wrong or failed, A did not); no time.
         """
         if self.ratio is None:
             status_a, status_b = _status(self.a), _status(self.b)
@@ -87,7 +87,7 @@ def pair_rows(
 ) -> list[Pair]:
     """Join rows on workload and impl, or on workload alone where each side is one impl.
 
-    A row without a partner is a pair with None. Raises ValueError where a side holds a key twice.
+    A row without a partner becomes a pair with None. Raises ValueError if a side has a key twice.
     """
 
     def keyed(rows: Iterable[Row], side: str) -> dict[tuple[str | None, str], Row]:
@@ -121,7 +121,7 @@ def _pair(a: Row | None, b: Row | None) -> Pair:
 
 
 def differences(env_a: Row, env_b: Row, pairs: Sequence[Pair]) -> tuple[list[str], list[str]]:
-    """What forbids to compare two runs, and what is worth telling, as sentences."""
+    """Why two runs must not be compared, and what else differs, as sentences."""
     refused = [
         f"{key}: A has {env_a.get(key)}, B has {env_b.get(key)}"
         for key in SAME.get(str(env_a.get("device")), SAME["cuda"])
@@ -135,7 +135,7 @@ def differences(env_a: Row, env_b: Row, pairs: Sequence[Pair]) -> tuple[list[str
     rests = [(env.get("settings") or {}).get("rest", 0.0) for env in (env_a, env_b)]
     if env_a.get("device") == "cuda" and rests[0] != rests[1]:
         refused.append(f"rest after a sample: A has {rests[0]:g}, B has {rests[1]:g} times it")
-    clocks = [  # of one impl: another one may draw other power, and so run at another clock
+    clocks = [  # same impl: another may draw other power and run at another clock
         b["sm_clock_mhz"] / a["sm_clock_mhz"]
         for a, b in timed
         if a["impl"] == b["impl"] and a.get("sm_clock_mhz") and b.get("sm_clock_mhz")
@@ -283,9 +283,10 @@ def compare_command(
 ) -> None:
     """Compare two result files, or two impls, workload by workload.
 
-    A ratio is the speed of B over that of A: above 1, B is faster. The gate fails on a ratio below
-    the limit whose interval excludes 1, on a geometric mean below it, and on a row that has a time
-    in A but is wrong, failed, skipped or missing in B. Exit codes: 1 the gate failed, 2 bad input.
+    A ratio is the speed of B over the speed of A: above 1, B is faster. The gate fails on a ratio
+    below the limit whose interval excludes 1, on a geometric mean below the limit, and on a row
+    that has a time in A but is wrong, failed, skipped or missing in B. Exit codes: 1 the gate
+    failed, 2 bad input.
     """
     from attnscope.common.console import console, say
     from attnscope.common.options import bad_input

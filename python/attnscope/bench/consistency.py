@@ -1,4 +1,4 @@
-"""Rows that contradict themselves, and what a reader must know of a row that does not.
+"""Rows that contradict themselves, and remarks on rows that do not.
 
 `contradictions` makes `compare` refuse a file; `remarks` are shown beside a row.
 """
@@ -13,7 +13,7 @@ import numpy as np
 
 Row = Mapping[str, Any]
 DRIFT = 0.03  # from the first to the last third of the samples
-_SAME = 1e-6  # relative; both numbers are of one division or one median
+_SAME = 1e-6  # relative; both numbers come from the same division or median
 # The gate's rule for a whole result, for rows without a margin: C_FORWARD times the baseline's
 # error plus ulps of the dtype. A row's magnitude is not in the file; no output reaches 16.
 _ERROR_RATIO = 2.0
@@ -26,7 +26,7 @@ _ERROR_FLOOR = {
 
 
 def contradictions(row: Row) -> list[str]:
-    """What in a row cannot be, as sentences; empty for a row without a time."""
+    """Contradictions in a row, as sentences; empty for a row without a time."""
     if row["status"] != "ok" or row.get("median_ms") is None:
         return []
     return [*_of_times(row), *_of_errors(row)]

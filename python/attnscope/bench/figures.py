@@ -29,7 +29,7 @@ class Style:
     ours: bool = False
 
 
-# Okabe and Ito's colours, told apart by the colour-blind; the markers tell the rest in grey.
+# Okabe and Ito's colours suit colour-blind readers; the markers distinguish curves in grey.
 STYLES = {
     "cuda": Style("#D55E00", "o", ours=True),
     "cuda-sm80": Style("#E69F00", "s", ours=True),
@@ -51,13 +51,13 @@ MOST_TICKS = 12
 ROOF: dict[str, Any] = {"color": "#B0B0B0", "linewidth": 3.0, "zorder": 2, "solid_capstyle": "butt"}
 LINE: dict[str, Any] = {"color": INK, "linewidth": 0.8, "linestyle": (0, (4, 2)), "zorder": 1}
 
-# Of a point: the value, its lower and its upper bound; None where there is none.
+# Point -> (value, lower bound, upper bound), or None if the point has no value.
 Value = Callable[[Point], tuple[float, float, float] | None]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One sort of figure: what it shows of a point, and how its axis reads."""
+    """One kind of figure: the value that it shows for a point, and its axis."""
 
     name: str
     title: str
@@ -84,12 +84,12 @@ def draw(family: Family, kind: Kind, title: str, conditions: str, notes: Sequenc
         figure.legend([handles[name] for name in order], order, loc="outside right center")
         width = figure.get_figwidth()
         conditions = "\n".join(textwrap.wrap(conditions, int(width * 16)))
-        # The title's further lines are room for the conditions, which are in another type.
+        # The title's extra lines reserve room for the conditions, which use another font.
         room = "\n" * (conditions.count("\n") + 1)
         head = figure.suptitle(title + room, x=0.01, ha="left", fontsize=11, weight="bold")
         foot = "\n".join(line for note in notes for line in textwrap.wrap(note, int(width * 19)))
         figure.supxlabel(foot, x=0.01, ha="left", fontsize=7, color=INK)
-        # Laid out once: saving would do it again for each file.
+        # Compute the layout once: savefig would repeat it for each file.
         engine = figure.get_layout_engine()
         assert engine is not None
         engine.execute(figure)
@@ -102,7 +102,7 @@ def draw(family: Family, kind: Kind, title: str, conditions: str, notes: Sequenc
 def _draw_panels(figure: Figure, family: Family, kind: Kind) -> dict[str, Any]:
     """Masks below each other, head dims side by side; masks side by side if there is one head dim.
 
-    A panel in which this kind of figure has nothing to show is left out.
+    Panels without a value for this kind of figure are omitted.
     """
     panels = [p for p in family.panels if any(kind.value(q) for c in p.curves.values() for q in c)]
     columns = sorted({panel.column for panel in panels})
@@ -170,7 +170,7 @@ def _roof_line(roofs: Mapping[int, Roof]) -> tuple[Any, Any]:
 def _draw_cases(figure: Figure, family: Family, kind: Kind) -> dict[str, Any]:
     """Workloads one below the other, a dot for each impl, slightly apart.
 
-    A workload of which this kind of figure has nothing to show is left out.
+    Workloads without a value for this kind of figure are omitted.
     """
     cases = {w: points for w, points in family.cases.items() if any(map(kind.value, points))}
     impls = sorted(family.impls, key=lambda impl: ([*STYLES, impl].index(impl), impl))
@@ -230,7 +230,7 @@ def _look(impl: str) -> dict[str, Any]:
 
 
 def _ticks(lengths: Sequence[int]) -> list[int]:
-    """The lengths that get a label: all of a few, of many the powers of two among them."""
+    """The lengths that get a label: all if they are few, otherwise only powers of two."""
     if len(lengths) <= MOST_TICKS:
         return list(lengths)
     powers = [length for length in lengths if length & (length - 1) == 0]

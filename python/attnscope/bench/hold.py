@@ -1,9 +1,9 @@
-"""A CUDA stream held until the host has enqueued a sample whole, so that no launch is in its time.
+"""Block a CUDA stream until the host has enqueued a whole sample: excludes launch overhead.
 
-The stream waits for a word of pinned memory (cuStreamWaitValue32), the host writes the word. A call
-that waits for the GPU itself would then wait for ever, so a watchdog releases the stream after a
-time-out, and the sample ends in `HoldTimeout`. Hold after warm-up only: loading a module lazily
-waits for the GPU too.
+The stream waits for a word of pinned memory (cuStreamWaitValue32); the host writes the word. A call
+that synchronizes with the GPU would deadlock, so a watchdog releases the stream after a time-out
+and the sample ends in `HoldTimeout`. Block only after warm-up: lazy module loading synchronizes
+too.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _REACHED = 0  # CU_STREAM_WAIT_VALUE_GEQ: cyclic, so the count may wrap around
 
 
 class HoldTimeout(RuntimeError):
-    """The call did not return while the stream was held: it waits for the GPU itself."""
+    """The call did not return while the stream was blocked: the call synchronizes with the GPU."""
 
 
 class Driver(Protocol):
-    """What holds a stream."""
+    """Blocks and releases a stream."""
 
     def wait(self, count: int) -> None:
         """Enqueue on the current stream: wait until `release` was called with `count` or more."""
 
     def release(self, count: int) -> None:
-        """Let waits of up to `count` go on. Never blocks."""
+        """End every wait for `count` or less. Does not block the host."""
 
 
 class CudaDriver:
@@ -47,7 +47,7 @@ class CudaDriver:
             self._library = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise RuntimeError(f"libcuda.so.1 must be loadable, got {error}") from None
-        # The plain names are those of an older form that some drivers refuse.
+        # The names without _v2 are an older form that some drivers refuse.
         self._wait = self._function("cuStreamWaitValue32_v2", "cuStreamWaitValue32")
         self._wait.argtypes = (
             ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint,
@@ -81,10 +81,10 @@ class CudaDriver:
 
 
 class StreamHold:
-    """Holds the current stream for the time of a `with` block.
+    """Blocks the current stream for the duration of a `with` block.
 
-    Raises HoldTimeout at its end where the block took longer than `timeout_s`; the stream was
-    released then, and what the block enqueued has run or runs.
+    Raises HoldTimeout on exit if the `with` block took longer than `timeout_s`. The stream was then
+    released at the time-out, and the enqueued work has run or is running.
     """
 
     def __init__(self, driver: Driver, timeout_s: float = TIMEOUT_S) -> None:

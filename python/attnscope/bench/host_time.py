@@ -1,8 +1,7 @@
-"""The command `host-time`: what a call costs the CPU, by impl and by grad mode.
+"""The command `host-time`: CPU time of a call, by impl and by grad mode.
 
-All impls and modes are timed in one process, in blocks of calls that take turns. A block is timed
-until its last call has returned, then the device is synchronized, so that the launch queue never
-fills up.
+All impls and modes are timed in one process, in interleaved blocks of calls. A block's time ends
+when its last call returns. The device is then synchronized, so the launch queue never fills up.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class HostTime(NamedTuple):
 class _Case(NamedTuple):
     impl: str
     mode: str
-    run: Callable[[int], None]  # so many calls
+    run: Callable[[int], None]  # runs this number of calls
     scopes: Callable[[], list[Any]]
 
 

@@ -1,8 +1,8 @@
-"""Implementations of attention that can be checked and timed, ours and others', under one form.
+"""Implementations of attention to check and time, ours and others', behind one interface.
 
-An impl says what it cannot do as a sentence (`Impl.cannot`), and what must have run to deserve its
-name as a pattern over kernel names (on a GPU) or aten ops (on a CPU): asking PyTorch for a backend
-does not prove that it ran. What is absent is told, never replaced.
+`Impl.cannot` returns what an impl does not support, as a sentence. A pattern over kernel names
+(GPU) or aten ops (CPU) verifies which implementation ran: requesting a backend from PyTorch is no
+guarantee. A missing impl is reported, never replaced.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ALL_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What an impl takes; the defaults are the widest."""
+    """What an impl supports; the defaults allow the most."""
 
     dtypes: tuple[str, ...] = ALL_DTYPES
     head_dim: int | None = None  # largest
@@ -42,7 +42,7 @@ class Limits:
     capability: tuple[int, int] | None = None  # the one compute capability it was built for
 
     def broken_by(self, work: Workload, device: torch.device) -> str | None:
-        """The first thing of the workload that goes beyond, as a sentence; None if nothing does."""
+        """The first limit that the workload exceeds, as a sentence; None if it exceeds none."""
         offset = any(len_q != len_k for len_q, len_k in work.segments())
         if work.dtype not in self.dtypes:
             return f"dtype {work.dtype}: takes {', '.join(self.dtypes)}"
@@ -72,10 +72,10 @@ class Limits:
 class Impl:
     """One way to compute attention.
 
-    `make(work, inputs)` gives a callable without arguments that returns (out, lse or None) in the
-    op's layouts. `ran` maps each device type it runs on to a pattern that one of the kernel names
-    (CUDA) or op names (CPU) of a call must match; `not_ran` must match none. `absent()` is the
-    reason why it cannot be had here at all, `left_out(work)` what this build of it does not do.
+    `make(work, inputs)` returns a callable without arguments that returns (out, lse or None) in the
+    op's layouts. `ran` maps each supported device type to a pattern: at least one kernel name
+    (CUDA) or op name (CPU) of a call must match it. No name may match `not_ran`. `absent()` is why
+    the impl is not available here at all; `left_out(work)` is what its installed build lacks.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Impl:
         return self.absent() or self.limits.broken_by(work, device) or self.left_out(work)
 
     def unproved(self, names: Sequence[str], device_type: str) -> str | None:
-        """Why the names seen in one call do not prove that this impl ran; None if they do."""
+        """Why the kernel or op names of one call do not match this impl; None if they do."""
         if not names:
             return "no kernel was seen in a profiled call (is another profiler attached?)"
         seen = ", ".join(names)
@@ -132,7 +132,7 @@ def _naive(work: Workload, inputs: Inputs) -> Call:
     q, k, v, *bounds = inputs
     # It reads the bounds of packed sequences on the host: copied here, outside the timed call.
     bounds = [None if bound is None else bound.cpu() for bound in bounds]
-    # Without its lse: its scores are rounded to the input dtype, as no kernel's are.
+    # Without the lse: these scores are rounded to the input dtype, unlike any kernel's scores.
     return lambda: (naive_attention(q, k, v, *bounds, **options)[0], None)
 
 
@@ -151,7 +151,8 @@ def _sdpa(backend_name: str) -> Callable[[Workload, Inputs], Call]:
                 out = scaled_dot_product_attention(q, k, v, **options)
             return out.transpose(1, 2), None
 
-        # Whether the backend takes this call is only known by asking it; its warnings say why not.
+        # Only the backend itself can report whether it supports this call; its warnings give the
+        # reason.
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             try:
@@ -335,7 +336,7 @@ IMPLS: dict[str, Impl] = {
     )
 }
 
-# What runs where nothing is asked for.
+# The impls that run by default.
 DEFAULTS = {
     "cuda": tuple(name for name in IMPLS if name != "cpu"),
     "cpu": ("cpu", "naive", "sdpa-math", "sdpa-flash"),

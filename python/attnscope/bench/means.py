@@ -1,7 +1,7 @@
-"""Means of speed that say what they are over: which peers, how many workloads, which lengths.
+"""Mean speeds with their scope: which peers, how many workloads, which lengths.
 
-Workloads of at most 64 tokens stand apart: there a launch weighs more than the kernel, and a mean
-over all lengths would be theirs.
+Workloads of at most 64 tokens have a mean of their own: launch overhead dominates them, and they
+would dominate a mean over all lengths.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Mean:
     some: tuple[str, ...]
 
     def text(self) -> str:
-        """The mean, with all that it is over, as one line."""
+        """The mean and its scope as one line."""
         peers = ", ".join(self.peers) or "none on all workloads"
         some = f"; on part of them {', '.join(self.some)}" if self.some else ""
         count = f"{self.count} workload" + "s" * (self.count > 1)

@@ -34,7 +34,7 @@ def installed(module: str) -> bool:
 
 
 def fa2(work: Workload, inputs: Inputs) -> Call:
-    """FlashAttention-2; the lse comes with what it calls attention probabilities."""
+    """FlashAttention-2; it returns the lse only with return_attn_probs."""
     return _flash(importlib.import_module("flash_attn"), work, inputs, return_attn_probs=True)
 
 
@@ -50,7 +50,7 @@ def _fa3_module() -> tuple[str, str] | None:
 
 
 def fa3_absent() -> str | None:
-    """Why FlashAttention-3 cannot be had, or None."""
+    """Why FlashAttention-3 is not available, or None."""
     if _fa3_module() is None:
         names = " or ".join(name for name, _ in _FA3_MODULES)
         return f"package flash-attn-3 or fa3-fwd is not installed (no module {names})"
@@ -97,8 +97,8 @@ def fa3_metadata_left_out(work: Workload) -> str | None:
 def fa3_metadata(work: Workload, inputs: Inputs) -> Call:
     """FlashAttention-3 on a packed batch, its scheduler_metadata made once and used by every call.
 
-    A server makes it once a step, for all layers. The public varlen function does not take it, so
-    this calls the function below it.
+    A server computes the metadata once a step, for all layers. The public varlen function does not
+    accept it, so this calls the function below.
     """
     names = _fa3_module()
     assert names is not None, "asked for after fa3_absent said it is there"

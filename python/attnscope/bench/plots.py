@@ -107,7 +107,7 @@ def conditions(env: Row, family: Family, device: Device | None) -> str:
 def footnotes(
     family: Family, kind: Kind, device: Device | None, unknown: str | None, left_out: Counter[str]
 ) -> list[str]:
-    """What a reader must know to read the figure, and what it does not show."""
+    """What a reader needs to interpret the figure, and what it does not show."""
     notes = [f"Error bars: {kind.bars}."]
     if kind.name == "throughput":
         rules = sorted({str(point.row.get("flops_rule")) for point in family.points})
@@ -138,8 +138,9 @@ def footnotes(
 def plot_file(path: Path, output_dir: Path, baseline: str | None = None) -> list[Path]:
     """Draw every figure of a result file as PNG and SVG; returns the files written.
 
-    `baseline` is the impl that ratios are taken to; left out, the one the run had. Raises
-    ValueError for a file that is none, has no timed row, or has none of that impl.
+    `baseline` is the denominator of the ratios; the default is the run's baseline. Raises
+    ValueError for an invalid file, or one without a timed row, or without a timed row of
+    `baseline`.
     """
     from attnscope.bench.aliases import ALIASES
 

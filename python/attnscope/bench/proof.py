@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Ops that move no data or only make or copy tensors: they prove nothing.
+# Ops that move no data, or only create or copy tensors: they do not identify an impl.
 _TRIVIAL = (
     "view", "_unsafe_view", "transpose", "expand", "unsqueeze", "squeeze", "alias", "detach", "t",
     "as_strided", "empty", "empty_like", "empty_strided", "scalar_tensor", "slice", "select",
@@ -34,8 +34,8 @@ class _OpNames(TorchDispatchMode):
 def names_of(call: Callable[[], Any], device: torch.device) -> list[str]:
     """Distinct kernel names of one call, in order of launch; on a CPU the names of its ops.
 
-    The call must have run before, or what it compiles and allocates is seen too. The profiler can
-    miss the first kernels of a process, so an empty answer is asked for again, then returned.
+    Warm the call up first; otherwise its compilation and allocations are recorded too. The profiler
+    can miss the first kernels of a process, so an empty result is retried once, then returned.
     """
     if device.type == "cpu":
         with _OpNames() as names:

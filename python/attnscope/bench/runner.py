@@ -1,7 +1,8 @@
-"""A sweep: for every workload check, prove, time and check again each impl, and keep its row.
+"""A sweep: check, verify, time and check again every impl on every workload, and keep the rows.
 
-An impl that is absent, cannot, is wrong, raises or runs out of memory is a row with the reason. The
-result file is saved after every workload, so a killed sweep loses at most one and can be resumed.
+An impl that is absent, unsupported, wrong, raises or runs out of memory gets a row with the reason.
+The result file is saved after every workload: a killed sweep loses at most one workload and can be
+resumed.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def run_sweep(
 ) -> str | None:
     """Fill `results` with a row for each workload and impl that has none yet.
 
-    `progress` is called after each workload with its new rows. Returns None, or why the sweep could
-    not be finished in this process; the rows that are left then say so and a resumed sweep tries
+    `progress` is called after each workload with its new rows. Returns None, or why this process
+    could not finish the sweep. The remaining rows then have that reason, and a resumed sweep tries
     them again.
     """
     if device.type == "cuda":
@@ -79,8 +80,7 @@ def run_sweep(
 
 @dataclass
 class _Candidate:
-    """An impl with inputs of one layout on its way through a workload; `row` is set once its fate
-    is known."""
+    """An impl with inputs of one layout, for one workload; `row` is set once it is final."""
 
     impl: Impl
     layout: str = "bshd"
@@ -140,7 +140,7 @@ class _Sweep:
         candidates: Sequence[_Candidate],
         step: Callable[[Workload, _Candidate], None],
     ) -> None:
-        """Apply a step to the candidates still in the race; an exception is that one's row."""
+        """Apply a step to the remaining candidates; an exception becomes the candidate's row."""
         for candidate in candidates:
             if candidate.row is not None:
                 continue
@@ -169,7 +169,7 @@ class _Sweep:
         return build
 
     def _check(self, work: Workload, candidate: _Candidate) -> None:
-        """The gate: judges the very call that is timed; its inputs are those of the seed."""
+        """The gate: checks the same call that is timed, on the seed's inputs."""
         verdict = judge(work, lambda *_: candidate.calls[0](), self._settings.seed, self._device)
         candidate.verdict = verdict
         if not verdict.passed:
@@ -232,7 +232,7 @@ class _Sweep:
         return peak, None if peak else f"no {dtype} peak is known for {card.name}"
 
     def _add_ratios(self, rows: Sequence[Row]) -> None:
-        """Speed over the baseline's, both timed in the same rounds; only where both are right."""
+        """Add speed over the baseline, both timed in the same rounds; only if both are correct."""
         if self._baseline is None:
             return
         base = next(row for row in rows if row["impl"] == self._baseline.name)
@@ -278,7 +278,7 @@ def in_layout(inputs: Any, layout: str) -> Any:
 def merge_layouts(rows: Mapping[str, Row]) -> Row:
     """The row that counts for an impl, of its rows by layout: the fastest one.
 
-    A layout in which the impl is wrong makes the row wrong. One that has no time for another reason
+    If the impl is wrong in one layout, the row is wrong. A layout without a time for another reason
     is named in the reason of the row that counts.
     """
     medians = {layout: row.get("median_ms") for layout, row in rows.items()}
@@ -310,7 +310,7 @@ def judge(
 def check(
     work: Workload, impl: Impl, kind: str, seed: int, device: torch.device
 ) -> numerics.Verdict:
-    """Judge one impl on one workload against fp64. Exceptions of the impl pass through."""
+    """Compare one impl on one workload with fp64. Exceptions of the impl propagate."""
     built: list[tuple[Any, Call]] = []
 
     def forward(*inputs: Any) -> Any:

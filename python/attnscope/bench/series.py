@@ -1,6 +1,6 @@
 """Rows of a result file arranged for figures and tables: families, panels and curves.
 
-A family is what one figure may hold: rows that agree in all but impl, sequence length, batch, head
+A family is the data of one figure: rows that agree in all but impl, sequence length, batch, head
 dim, heads and causality. A panel is a part of it in which only impl, length and batch vary.
 """
 
@@ -79,7 +79,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Family:
-    """What one figure holds. `panels` where lengths vary; else `cases`, by workload."""
+    """The data of one figure: `panels` if lengths vary, otherwise `cases`, by workload."""
 
     mode: str
     dtype: str

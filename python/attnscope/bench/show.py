@@ -24,7 +24,7 @@ _TAGS = {"wrong": "[red]wrong[/]", "failed": "[red]failed[/]", "skipped": "[dim]
 
 
 def print_bench(rows: Sequence[Row], env: Row) -> None:
-    """TFLOP/s by workload and impl, ratios to the baseline, and the reasons of what has no time."""
+    """Print TFLOP/s by workload and impl, ratios to the baseline, and why rows have no time."""
     if not rows:
         return
     works = {row["workload"]: Workload.from_dict(row) for row in rows}
@@ -50,7 +50,7 @@ def print_bench(rows: Sequence[Row], env: Row) -> None:
 
 
 def _labels(works: Sequence[Workload]) -> tuple[str, dict[str, list[str]]]:
-    """What all workloads share, as a sentence, and columns of what they differ in."""
+    """What all workloads share, as a sentence, and a column for each field that differs."""
     columns = {name: [of(work) for work in works] for name, of in _LABELS.items()}
     shared = {name: found[0] for name, found in columns.items() if len(set(found)) == 1}
     told = [f"{name} {value}" for name, value in shared.items() if value not in ("", "no")]
@@ -152,14 +152,14 @@ def _is_headline(row: Row) -> bool:
 
 
 def _print_reasons(rows: Sequence[Row]) -> None:
-    """Every reason once, with how many workloads it holds for."""
+    """Print every reason once, with its number of workloads."""
     reasons = Counter((r["impl"], r["status"], r["reason"]) for r in rows if r["status"] != "ok")
     for (impl, status, reason), count in reasons.items():
         say(f"{impl}: {status} on {count}: {reason}", "dim" if status == "skipped" else "red")
 
 
 class CheckReport:
-    """One line a result, as it comes, and a summary; `finish` says whether all was right."""
+    """Prints a line per result and a summary; `finish` returns whether all passed."""
 
     def __init__(self) -> None:
         self._verdicts: dict[str, list[Verdict]] = {}

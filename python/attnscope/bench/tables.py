@@ -22,9 +22,9 @@ def results_table(path: Path, folder: Path) -> str:
     """Markdown of a result file: where it comes from (seen from `folder`), and a line for each
     workload.
 
-    TFLOP/s, of a CPU run milliseconds; the best in bold, "-" where there is no time. Many workloads
-    are folded away under a table of geometric means over lengths. Raises ValueError for a file
-    that has no times.
+    Values are TFLOP/s, or milliseconds for a CPU run; the best is bold, "-" is a missing time. Many
+    workloads are folded away under a table of geometric means over lengths. Raises ValueError for a
+    file without times.
     """
     content = read_results(path)
     env, rows = content["env"], content["rows"]
@@ -62,10 +62,10 @@ def results_table(path: Path, folder: Path) -> str:
 
 
 def put_results(document: Path, results: Mapping[Path, Path]) -> None:
-    """Replace what stands between the two result marks of a Markdown file.
+    """Replace the text between the two result marks of a Markdown file.
 
-    `results` maps result files to a figure of each; figure and table of each come one below the
-    other. Raises ValueError where the document has not exactly one pair of marks.
+    `results` maps each result file to its figure; figure and table of each file are stacked. Raises
+    ValueError if the document does not have exactly one pair of marks.
     """
     try:
         text = document.read_text()

@@ -1,10 +1,10 @@
 """How long a call takes: every sample kept, impls interleaved in random order, the cache stated.
 
 On a GPU a sample is a pair of CUDA events around the call on the current stream. Before it, outside
-the pair, the L2 is flushed (`cold`) and the stream is held (`attnscope.bench.hold`) until the host
-has enqueued the call, so launches are not part of the time; what they cost the host is `host_us`.
-After a sample the card rests: kernels that keep the tensor cores full, back to back, reach its
-power limit, and the clock then changes from sample to sample. On a CPU it is a wall clock.
+the pair, the L2 is flushed (`cold`) and the stream is blocked (`attnscope.bench.hold`) until the
+host has enqueued the call. This excludes launch overhead; the host's part of it is `host_us`.
+The GPU idles after a sample: back-to-back tensor-core kernels reach the power limit, and throttling
+then changes the clock from sample to sample. On a CPU a sample is wall-clock time.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class CudaEvents:
     def measure(self, call: Call) -> Sample:
         if self._buffer.numel():
             self._buffer.zero_()
-            self._buffer.sum()  # the write leaves dirty lines, whose eviction the call would pay
+            self._buffer.sum()  # leaves dirty lines; the timed call would pay their eviction
         with nvtx_range(MEASURE), self._hold():
             self._start.record()
             began = time.perf_counter()
@@ -197,7 +197,7 @@ def make_timer(device: torch.device, settings: Settings) -> Timer:
 
 
 def copies_to_rotate(device: torch.device, settings: Settings, bytes_each: int) -> int:
-    """How many sets of inputs to use in turn so that the cache does not hold the next one."""
+    """How many sets of inputs to rotate so that the next set is never in the cache."""
     if settings.l2 != "rotate":
         return 1
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
@@ -212,8 +212,8 @@ def time_interleaved(
 ) -> dict[str, Timing]:
     """Time each name's calls (one, or several to rotate), all names in turn in random order.
 
-    A call that raises ends its own samples and nobody else's, except that after an error which
-    `is_fatal` (nothing can run any more) the timing of all ends there.
+    A call that raises ends only its own samples. After an error for which `is_fatal` is true
+    (nothing can run any more), all timing ends.
     """
     rng = random.Random(settings.seed)
     timings = {name: Timing() for name in calls}

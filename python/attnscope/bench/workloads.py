@@ -1,4 +1,4 @@
-"""What is measured: shapes, their exact work, and the suites that name sets of them."""
+"""Workloads: shapes, their exact FLOPs and bytes, and the suites that name sets of them."""
 
 import itertools
 import zlib
@@ -25,8 +25,8 @@ class Workload:
     v [.., head_dim_v]. Packed (`seqlens` given, one (query length, key length) a segment):
     q [sum, heads_q, head_dim] and so on; batch is then the number of segments, seqlen_q and
     seqlen_k the longest. `window` is (left, right) aligned to the bottom right, -1 unbounded.
-    `label` names the workload for readers (a model and its layer); it is no part of what is
-    computed, so workloads that differ in nothing else are equal and have one id.
+    `label` names the workload for readers (a model and its layer) and does not change the
+    computation: workloads that differ only in it are equal and share an id.
     Raises ValueError that names the field, its value and what is allowed.
     """
 

@@ -1,1 +1,1 @@
-"""The ground that every other part stands on; it imports no other part."""
+"""Shared helpers of all other packages; imports none of them."""

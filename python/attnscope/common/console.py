@@ -16,16 +16,16 @@ def console(stderr: bool = False) -> Console:
 
 
 def say(line: str, style: str | None = None, stderr: bool = False) -> None:
-    """One line, as it is."""
+    """Print one line without markup."""
     out = console(stderr)
     out.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def explain(error: BaseException) -> str:
-    """One line: what it was, what it said, where it was raised in Python."""
+    """An exception as one line: its type, its message, and where Python raised it."""
     said = (str(error).strip() or "no message").splitlines()[0]
     kind = type(error).__name__
-    if kind == "OutOfMemoryError":  # torch's; the ground does not import torch for it
+    if kind == "OutOfMemoryError":  # torch's; this package does not import torch for it
         kind = "out of memory"
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno})" if frames else ""

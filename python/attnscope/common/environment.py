@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# Packages whose versions a reader of the numbers may ask for.
+# Packages whose versions are recorded with the numbers.
 PACKAGES = ("flash-attn", "flash-attn-3", "fa3-fwd", "flash-attn-4", "nvidia-cutlass-dsl")
 
 
 def environment(device: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     """What the numbers depend on besides the code: card, versions, settings of this run.
 
-    Facts that cannot be had are null.
+    Facts that are not available are null.
     """
     import torch
 

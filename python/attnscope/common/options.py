@@ -36,7 +36,7 @@ def bad_input(command: str) -> Iterator[None]:
 
 
 def pick_device(name: str | None) -> torch.device:
-    """A device that is there. Raises ValueError for any other."""
+    """An available device. Raises ValueError for any other."""
     import torch
 
     if name is None:
@@ -69,9 +69,9 @@ def integers(text: str, option: str) -> list[int]:
 
 
 def make_folder(path: Path) -> None:
-    """Make the folder of the results before time goes into them.
+    """Create the folder of the results before the measurement starts.
 
-    Raises ValueError where it cannot be made or nothing can be written in it.
+    Raises ValueError if it cannot be created or is not writable.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)

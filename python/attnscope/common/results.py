@@ -14,7 +14,7 @@ from typing import Any
 
 SCHEMA = 1
 STATUSES = ("ok", "wrong", "skipped", "failed")
-# Every row has these, null where there is nothing to say; numbers are ms, 1e12 FLOP/s, 1e9 byte/s.
+# Every row has these keys, null if there is no value; numbers are ms, 1e12 FLOP/s, 1e9 byte/s.
 ROW_KEYS = (
     "impl", "workload", "label", "mode", "dtype", "batch", "seqlen_q", "seqlen_k", "heads_q",
     "heads_kv", "head_dim", "head_dim_v", "causal", "window", "softcap", "varlen", "seqlens",
@@ -31,7 +31,7 @@ _NEEDED = {
     "impl", "status", "dtype", "batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "head_dim",
     "head_dim_v",
 }  # fmt: skip
-# A file is continued only where these agree: its rows are then of one experiment.
+# A file is continued only if these agree: all its rows then come from the same experiment.
 SAME_TO_RESUME = ("device", "gpu", "cpu", "threads", "torch", "attnscope", "settings")
 
 
@@ -47,8 +47,8 @@ class Results:
     def create(cls, path: Path, env: dict[str, Any], resume: bool) -> Results:
         """Start a file, or go on with it.
 
-        An older file that is not resumed is kept as `<name>.bak`. Raises ValueError where the file
-        to resume is no result file or of another experiment (device, versions, settings).
+        An older file that is not resumed is kept as `<name>.bak`. Raises ValueError if the file to
+        resume is not a result file, or comes from another experiment (device, versions, settings).
         """
         if path.is_dir():
             raise ValueError(f"output must be a file, got the folder {path}")
@@ -146,7 +146,7 @@ def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
 def strict_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row with every key of the schema and no NaN or infinity.
 
-    A number that is not finite becomes None, and `reason` says which it was.
+    A number that is not finite becomes None, and `reason` names it.
     """
     unknown = sorted(set(row) - set(ROW_KEYS))
     if unknown:

@@ -5,7 +5,7 @@
 
 Causal self-attention of decoder models: grouped heads, sliding windows, softcap, packed batches,
 growing and static caches, torch.compile and torch.export. No mask of scores is built. A mask that
-would need one is refused; an option that is not known here is refused too.
+would need one is refused, and so is an unknown option.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAME = "attnscope"
 OLDEST = 5  # major version of transformers: how it calls a mask function
 INSTALL = 'pip install "attnscope[transformers]"'
 
-# Options that models pass on to their attention and that change nothing there.
+# Options that models pass to their attention and that have no effect there.
 _HARMLESS = frozenset(
     {
         "position_ids", "cache_position", "use_cache", "cache", "past_key_value", "past_key_values",
@@ -161,7 +161,7 @@ def _window(sliding_window: int | None, of_mask: int | None) -> int | None:
 
 
 def _longest(length: int | Tensor | None, rows: Tensor) -> int:
-    """The longest sequence, or a bound where the length is not there without waiting for it."""
+    """The longest sequence, or an upper bound if reading its length would synchronize."""
     return length if isinstance(length, int) else rows.shape[0] * rows.shape[2]
 
 

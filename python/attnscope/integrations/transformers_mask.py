@@ -1,7 +1,7 @@
 """The mask function of attnscope in Hugging Face transformers: it builds no mask of scores.
 
-`mask` looks at what transformers asks for, and answers with None (causal) or with a note of a few
-numbers that `attnscope.transformers.forward` reads. It refuses what the kernels cannot do.
+`mask` reads the request of transformers, and returns None (causal) or a note of a few numbers that
+`attnscope.transformers.forward` reads. It refuses masks that the kernels do not support.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Configuration of models that attend to keys chosen by an index branch.
+# Configuration fields of models whose keys are selected by an index branch.
 _INDEX_BRANCH = ("index_topk", "index_n_heads", "index_head_dim")
 # Without quotes: TorchInductor writes these into string literals and does not escape them.
 REMEDY = "Use another attn_implementation for this model, such as eager."
@@ -34,10 +34,10 @@ class Note(NamedTuple):
     plain: Tensor | None = None  # bool [1]: whether the mask is causal, of a graph being traced
 
 
-# transformers passes a mask of four dimensions through as it is, also between generate() and a
-# compiled model. So a note is a tensor of four dimensions: [1 + window, 1, n, 1], with one row of n
-# numbers (expanded: it takes no memory). n is 0 for a window alone, 1 for `from_empty` or `plain`,
-# 2 for `filled`, more for `segments`.
+# transformers passes a 4-D mask through unchanged, also between generate() and a compiled model. So
+# a note is a 4-D tensor [1 + window, 1, n, 1] with one row of n numbers (expanded: it takes no
+# memory). n is 0 for a window alone, 1 for `from_empty` or `plain`, 2 for `filled`, more for
+# `segments`.
 
 
 def _write_note(window: int | None, numbers: Tensor) -> Tensor:
@@ -93,9 +93,9 @@ def mask(
     Returns:
         None for the causal mask, which needs no more, or a note of a few numbers for `forward`.
 
-    Where a graph is traced, values are not there to be looked at. What cannot be known then is
-    asserted when the graph runs, without waiting for the device: RuntimeError on a CPU, a device-
-    side assertion on CUDA.
+    While a graph is traced, tensor values are not available. Checks on values become assertions in
+    the graph, which do not wait for the device: RuntimeError on a CPU, a device-side assertion on
+    CUDA.
 
     Raises ValueError for padding, for any other mask (chunks, blocks, an overlay of the caller's)
     and for models with an index branch.

@@ -1,4 +1,4 @@
-"""The calls that the stress repeats: tiles, masks, lengths, packed batches, grouped heads."""
+"""The calls of the stress test: tiles, masks, lengths, packed batches, grouped heads."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def all_cases() -> Iterator[Case]:
 
 
 def plans(seed: int, count: int, cycles: int, kinds: int) -> Iterator[tuple[int, int, int, int]]:
-    """(seed, kinds, rate, cycles) of `count` launches; every fifth has one kind alone."""
+    """(seed, kinds, rate, cycles) of `count` launches; every fifth has a single kind."""
     generator = random.Random(seed)
     bits = [bit for bit in range(32) if kinds >> bit & 1]
     for number in range(count):

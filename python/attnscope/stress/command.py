@@ -16,7 +16,7 @@ from attnscope.common.console import say
 from attnscope.common.options import bad_input, split
 from attnscope.stress.library import ALL_KINDS, KINDS, MAX_CYCLES, build
 
-HANG_S = 300  # without the end of a case, and 10 ms for each call in all
+HANG_S = 300  # without a finished case; plus 10 ms per call
 
 
 def stress_command(
@@ -37,9 +37,9 @@ def stress_command(
 
     Builds the CUDA library with -DATTNSCOPE_FAULTS on first use (it needs nvcc and the source
     tree). Copies, releases and tiles are delayed at random by up to --cycles; each case is compared
-    with fp64 first. A protocol is right if no delay changes a bit. Exit code 0: no row is wrong.
-    1: wrong rows, printed with the plan that repeats them, or a kernel that hangs. 2: bad input, or
-    the run broke off.
+    with fp64 first. The protocol is correct if no delay changes a bit. Exit code 0: no row is
+    wrong. 1: wrong rows, printed with the plan that repeats them, or a kernel that hangs. 2: bad
+    input, or the run broke off.
     """
     with bad_input("stress"):
         chosen = _kinds(kinds)
@@ -86,7 +86,7 @@ def stress_command(
 
 
 class Watch:
-    """Kills a process that is silent for `limit_s` seconds: a wrong protocol may wait for ever."""
+    """Kills a process that is silent for `limit_s` seconds: a wrong protocol may deadlock."""
 
     def __init__(self, child: subprocess.Popen[str], limit_s: float) -> None:
         self.child, self.limit_s, self.expired = child, limit_s, False

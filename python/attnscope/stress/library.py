@@ -10,7 +10,7 @@ from pathlib import Path
 
 from attnscope._load import PACKAGE, REBUILD
 
-# As enum Fault in csrc/attn/faults.cuh.
+# Must match enum Fault in csrc/attn/faults.cuh.
 KINDS = ("late-copy", "copy", "query", "release", "release-tile", "tile")
 ALL_KINDS = (1 << len(KINDS)) - 1
 RATE_UNIT = 65536  # a plan's rate is a share of this many occasions
@@ -69,7 +69,7 @@ def build(variant: str = "faults") -> Path:
 
 
 class Faults:
-    """The library in this process: delays for the launches that follow."""
+    """The library in this process; sets the delays of later launches."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -83,7 +83,7 @@ class Faults:
         self._set.restype = ctypes.c_char_p
 
     def set(self, plan: Plan) -> None:
-        """Use the plan in the launches that follow on the current device."""
+        """Use the plan in later launches on the current device."""
         message = self._set(plan.seed, plan.kinds, plan.rate, plan.cycles)
         if message is not None:
             raise RuntimeError(f"attnscope_set_faults failed: {message.decode()}")

@@ -1,1 +1,1 @@
-"""Whole reports, made from the parts of `attnscope.profile` and `attnscope.bench`."""
+"""Complete reports, built on `attnscope.profile` and `attnscope.bench`."""

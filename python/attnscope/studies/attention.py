@@ -1,4 +1,4 @@
-"""The command of profiling/profile_kernels.py: attention impls, profiled by whoever is there.
+"""The command of profiling/profile_kernels.py: attention impls under any profiler.
 
 Each impl and pass runs in an NVTX range of its own, `<impl>-forward` or `<impl>-backward` of the
 domain `attnscope`, inside `measure`; the warm-up is in none of them. ncu and nsys select by these.
@@ -145,7 +145,7 @@ def _failures() -> Iterator[None]:
 def _prepare(
     impl: Impl, work: Workload, seed: int, device: torch.device, backward: bool
 ) -> list[Pass]:
-    """The passes of an impl; without a backward, which is said, the forward alone.
+    """The passes of an impl; only the forward, with a message, if there is no backward.
 
     Raises ValueError where the impl cannot do the workload.
     """
@@ -169,8 +169,7 @@ def _prepare(
 
 
 def _backward(out: torch.Tensor, qkv: Sequence[torch.Tensor]) -> Callable[[], Any] | str:
-    """A callable that runs the backward of a forward pass as often as wanted, or why there is
-    none."""
+    """A callable that runs the backward of a forward pass repeatedly, or why there is none."""
     import torch
 
     grad = torch.randn_like(out)
@@ -199,7 +198,7 @@ def _warm_up(passes: Sequence[Pass]) -> None:
 def _measure(passes: Sequence[Pass], iterations: int) -> None:
     import torch
 
-    # NVTX ranges are of one thread: backward must not launch its kernels from another.
+    # NVTX ranges are per thread: backward must launch its kernels from this thread.
     with annotate(MEASURE), torch.autograd.set_multithreading_enabled(False):
         for one in passes:
             with annotate(one.range):
@@ -215,8 +214,7 @@ def _record(name: str, passes: Sequence[Pass], iterations: int) -> Profile:
 
 
 def _prove(passes: Sequence[Pass], found: Profile, device: torch.device) -> None:
-    """Raises ProfileError where the kernels (on a CPU: the ops) of a forward pass are not those of
-    its impl."""
+    """Raises ProfileError if the kernels (CPU: the ops) of a forward pass do not match its impl."""
     trace = found.trace
     events: Sequence[Any] = trace.kernels
     if device.type != "cuda":

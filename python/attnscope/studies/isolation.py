@@ -12,11 +12,11 @@ from attnscope.studies.records import Record
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-ENDING_S = 30.0  # that a process has to end after its record
+ENDING_S = 30.0  # time limit for a process to exit after its record
 
 
 class Keyed(Protocol):
-    """What is run: anything that says what tells its record from others."""
+    """A run whose `key` distinguishes its record from the records of other runs."""
 
     @property
     def key(self) -> Record: ...
@@ -26,7 +26,7 @@ R = TypeVar("R", bound=Keyed)
 
 
 def run_apart(run: R, timeout_s: float, measure: Callable[[R], Record]) -> Record:
-    """`measure` in a process of its own; a record in any case, also where that process dies.
+    """Run `measure` in a process of its own; returns a record even if that process dies.
 
     Processes are forked from a server that has PyTorch loaded and has not touched the GPU.
     """

@@ -1,4 +1,4 @@
-"""Where profiles and reports are written: a folder, records as they come, a report beside them."""
+"""Output files of profiles and reports: a folder, records as they arrive, and their report."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ Output = Annotated[
 def start(stem: Path, env: dict[str, Any], resume: bool | None = None) -> Results:
     """Start `<stem>.json`, or go on with it; `resume` is None for a command that never does.
 
-    Raises ValueError where the files cannot be written, where there are records that are not gone
-    on with (they took time, and stay), and what `Results.create` raises.
+    Raises ValueError if the files cannot be written, if there are records that would not be resumed
+    (they took time, so they are kept), and as `Results.create`.
     """
     from attnscope.common.results import Results, read_record
 
@@ -66,7 +66,7 @@ def bad_output(command: str, folder: Path) -> Iterator[None]:
 
 
 def teller(name: Callable[[Record], str]) -> Callable[[Record], None]:
-    """Says how a record ended, and how long after now."""
+    """Return a function that prints a record's status and the seconds since now."""
     started = time.perf_counter()
 
     def tell(record: Record) -> None:
@@ -78,8 +78,8 @@ def teller(name: Callable[[Record], str]) -> Callable[[Record], None]:
 
 
 def finish(command: str, report: Callable[[], Document], stem: Path) -> None:
-    """Show a report and write it beside its records; exit code 1 where it cannot be true, 2 where
-    it cannot be written."""
+    """Show a report and write it beside its records; exit code 1 if it contradicts itself, 2 if it
+    cannot be written."""
     try:
         document = report()
     except (ProfileError, ValueError) as error:

@@ -1,7 +1,7 @@
-"""Records of models, as they stand in a result file, and what they must hold to be believed.
+"""Records of models in a result file, and the consistency checks on them.
 
-A file may have been cut, edited or written by another version: what a record lacks, and what cannot
-be true of it, is said before any number of it is used.
+A file may be truncated, edited or written by another version. Missing values and contradictions of
+a record are reported before any of its numbers is used.
 """
 
 from __future__ import annotations
@@ -86,14 +86,14 @@ _KERNELS = {
 
 
 def check_configurations(rows: Sequence[Any]) -> None:
-    """Raises ValueError where a row does not say what was run and how it ended."""
+    """Raises ValueError if a row lacks its configuration or its status."""
     for number, row in enumerate(rows, 1):
         if wrong := _wrong(row, _CONFIGURATION, f"record {number}"):
             raise ValueError(f"not a file of models: {wrong}")
 
 
 def checked(record: Record) -> Record:
-    """The record, with status "refused" and the reason where it cannot be true."""
+    """The record; if it contradicts itself, with status "refused" and the reason."""
     if record["status"] != "ok":
         return record
     try:
@@ -104,7 +104,7 @@ def checked(record: Record) -> Record:
 
 
 def check_record(record: Record) -> None:
-    """Raises ProfileError for a record of status "ok" that lacks something or cannot be true."""
+    """Raises ProfileError for a record of status "ok" that is incomplete or contradicts itself."""
     name = f"{record['model']} {record['context']} {record['impl']}"
     if wrong := _wrong(record, _MEASURED, name):
         raise ProfileError(wrong)
@@ -119,7 +119,7 @@ def check_record(record: Record) -> None:
 
 
 def _check_kernels(name: str, record: Record) -> None:
-    """What sums and parts of kernel time must be."""
+    """Check that sums and parts of kernel time are consistent."""
     phases, rows = record["phases"], record["kernels"]
 
     def same(what: str, value: float, whole: float) -> None:
@@ -153,7 +153,7 @@ def _phases(record: Record) -> tuple[str, ...]:
 
 
 def _wrong(value: Any, shape: Any, at: str) -> str | None:
-    """Where a value is not of a shape, and what is there; None for one that is.
+    """Where a value does not match a shape, and the value there; None if it matches.
 
     A shape is a dict (these keys at least, or ANY), a list of one shape, or a Leaf.
     """

@@ -157,8 +157,8 @@ def tail(recording: Recording, ends: Cycles) -> dict[str, float | None]:
 
     first_end_ns, last_end_ns: since the first block began. idle_share: of the time until the last
     end, over all blocks, what is not between a block's begin and its end. begin_spread_ns: between
-    the first and the last begin. timer_step_ns: what the device timer moves on by; times of
-    different blocks are not known better. None where the timer did not move.
+    the first and the last begin. timer_step_ns: resolution of the device timer, so of times between
+    blocks. None where the timer did not move.
     """
     mhz = recording.clock_mhz
     steps = np.unique(recording.begins_ns)

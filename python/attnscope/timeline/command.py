@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from attnscope.timeline.recording import Recording
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
-TOKENS, HIDDEN = 16384, 2048  # what batch and heads follow from where they are left out
+TOKENS, HIDDEN = 16384, 2048  # determine the default batch and heads
 OVERLAP = {
     "tensor": "a product in flight, of some consumer",
     "tensor_all": "a product in flight, of every consumer",
@@ -156,7 +156,7 @@ def _write(recording: Recording, wanted: list[int], output: Path) -> None:
 
 
 def show(facts: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
-    """Print the measures, after what they can be trusted for."""
+    """Print the measures, after the facts that limit their accuracy."""
     say(
         "{mode} {dtype}, batch {batch}, {seqlen_q} queries, {seqlen_k} keys, heads {heads_q}:"
         "{heads_kv}, head dim {head_dim}".format_map(facts["workload"])

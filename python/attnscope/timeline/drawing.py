@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours for what works, greys for what waits.
+# Okabe and Ito's colours for work, greys for waits.
 COLOURS = {
     layout.SOFTMAX: "#D55E00",
     layout.OUTPUT: "#009E73",
@@ -44,9 +44,10 @@ class Window(NamedTuple):
 
 
 def draw_block(recording: Recording, summary: Mapping[str, Any], block: int) -> Figure:
-    """The lanes of a block in two windows, with what a reader must know around them.
+    """Draw the lanes of a block in two windows, with title and notes.
 
-    `summary` is what `analysis.analyse` says. Raises ValueError for a block that is not recorded.
+    `summary` is the result of `analysis.analyse`. Raises ValueError for a block that is not
+    recorded.
     """
     import matplotlib
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""What the marks of csrc/kernels/sm90_forward/marks.cuh mean, in their order."""
+"""The meaning of the marks of csrc/kernels/sm90_forward/marks.cuh, in their order."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ CONSUMER_STEP = (
     State("AwaitOutput", "wait for P V", TENSOR_WAIT, output=True),
     State("Rescale", "rescale O, pack P", OUTPUT),
 )
-# What the scheduler notes of a tile, from word NOTES on.
+# The scheduler's notes on a tile, from word NOTES on.
 NOTES = 8
 TILE_NOTES = (
     "head", "batch", "first_row", "begin", "end", "full_begin", "full_end", "end_row",
@@ -92,8 +92,8 @@ TILE_NOTES = (
 SM, CLOCK, TIMER, TILES, STEPS = 0, 1, 3, 5, 6
 BEGAN = TILES  # 1 in the row of a block that ran
 
-# Marks that are not always left, and the words of CONSUMER_TILE that are of a consumer's own key
-# blocks: of the first, which the steps follow, and of all.
+# Optional marks; and the words of CONSUMER_TILE for a consumer's own key blocks: for the first one,
+# which the steps follow, and for all of them.
 TAKE = [state.mark for state in SCHEDULER_TILE].index("Take")  # the first tile is not taken
 RAISE_MAXIMUM = [state.mark for state in CONSUMER_STEP].index("RaiseMaximum")
 _CONSUMER_MARKS = [state.mark for state in CONSUMER_TILE]

@@ -1,4 +1,4 @@
-"""The marks of one launch, and the tracks they make: which role was in which state, and when."""
+"""The marks of one launch, and their tracks: which role was in which state, and when."""
 
 from __future__ import annotations
 
@@ -84,23 +84,23 @@ class Recording:
 
     @cached_property
     def tile_counts(self) -> NDArray[np.int64]:
-        """Tiles that each lane of each block says it did."""
+        """Tiles that each lane of each block reports."""
         return self.ends[:, :, layout.TILES].astype(np.int64)
 
     @cached_property
     def step_counts(self) -> NDArray[np.int64]:
-        """Key blocks that each lane of each block says it did; the scheduler has none."""
+        """Key blocks that each lane of each block reports; the scheduler has none."""
         return self.ends[:, :, layout.STEPS].astype(np.int64)
 
     @property
     def lost_tiles(self) -> int:
-        """Tiles of lanes that were not recorded whole, for want of room in the buffer."""
+        """Tiles of lanes that are incomplete because the buffer was full."""
         whole = [self._whole_tiles(at) for at in range(len(self.blocks))]
         return int((self.tile_counts - np.array(whole)).sum())
 
     @cached_property
     def clock_mhz(self) -> float | None:
-        """SM clock during the launch; None where the device timer did not move enough to tell."""
+        """SM clock during the launch; None if the device timer advanced too little."""
         cycles = nanoseconds = 0
         for block in range(len(self.blocks)):
             for lane in range(CONSUMER, self.ends.shape[1]):
@@ -116,7 +116,7 @@ class Recording:
         return begins - begins.min()
 
     def place(self, block: int) -> int:
-        """Where block number `block` is held. Raises ValueError if it is not."""
+        """Index of block number `block`. Raises ValueError if it is not recorded."""
         (at,) = np.nonzero(self.blocks == block)
         if not len(at):
             raise ValueError(
@@ -140,7 +140,7 @@ class Recording:
     def own_blocks(self, at: int) -> NDArray[np.int64]:
         """Key blocks that the rows of each consumer see, of each recorded tile: [tiles, consumers].
 
-        Worked out from the workload, not from marks. There is no window, so they are the last that
+        Computed from the workload, not from marks. There is no window, so they are the last that
         the tile visits: the kernel goes from high keys to low.
         """
         work, tile = self.facts["workload"], self.facts["tile"]
@@ -161,7 +161,7 @@ class Recording:
         return np.where(first < end, -(-keys // tile["block_n"]), 0)
 
     def _whole_tiles(self, at: int) -> NDArray[np.int64]:
-        """Of each lane, how many tiles from the first are recorded with all their steps."""
+        """For each lane, the number of leading tiles that are recorded with all their steps."""
         fit = int((np.cumsum(self.key_blocks(at)) <= self.steps.shape[2] - 1).sum())
         tiles = np.minimum(self.tile_counts[at], self.tiles.shape[2] - 1)
         steps = [layout.has_steps(lane) for lane in range(tiles.size)]
@@ -172,7 +172,7 @@ class Recording:
         """The track of a lane of the block held at `at`, up to the last tile recorded whole.
 
         Raises ValueError where marks are missing, run backwards or disagree with the counts of the
-        lane: then the reader and the kernel are not of the same sources.
+        lane: then the reader and the kernel come from different sources.
         """
         whole, count = int(self._whole_tiles(at)[lane]), int(self.tile_counts[at, lane])
         stopped = whole == count
@@ -266,8 +266,8 @@ def _in_order(
 ) -> _Marks:
     """All places for marks of a lane, in the order of the program.
 
-    `blocks` are the key blocks of the tiles, `own` the last of these, which the lane works on. One
-    more row of `tiles` is that of the request that was answered with no tile.
+    `blocks` counts the key blocks of each tile; the lane works on the last `own` of them. `tiles`
+    has one more row, for the last request, which got no tile.
     """
     parts: list[tuple[Any, ...]] = []
 

@@ -20,13 +20,13 @@ ROOM = 2
 MOST_TILE_ROWS, MOST_STEP_ROWS = 1024, 16384
 WARMUP = 3
 SAMPLES = 25  # of the normal and of the instrumented kernel, in turn
-HOLD_CYCLES = 200_000  # the stream waits about 0.1 ms, so that no launch is in a sample
+HOLD_CYCLES = 200_000  # about 0.1 ms of waiting on the stream excludes launch overhead
 
 
 def record(work: Any, device: torch.device, seed: int = 0) -> Recording:
     """Run a dense forward call through the instrumented kernel and read its marks.
 
-    `work` is an `inputs.Case`, or has its fields. `facts` of the result hold the workload, the
+    `work` is an `inputs.Case`, or has its fields. `facts` of the result contain the workload, the
     tile, the environment and `disturbance`: median milliseconds of the normal and the instrumented
     kernel, timed in turn with a warm L2, the spills of the latter, and whether both gave the same
     bits. Raises ValueError for a device or workload that has no such kernel.

@@ -26,7 +26,7 @@ _LOG2E = math.log2(math.e)
 
 
 class Tile(NamedTuple):
-    """One program's work and resources: query rows, keys a step, warps, loads in flight."""
+    """One program's work and resources: query rows, keys per step, warps, loads in flight."""
 
     block_m: int
     block_n: int
@@ -58,7 +58,7 @@ def _is_large(device: torch.device) -> bool:
 
 
 class Launch(NamedTuple):
-    """What a call gives the kernel beside its tensors; depends on shapes, strides and options."""
+    """The kernel's arguments besides tensors; depends on shapes, strides and options."""
 
     programs: int
     numbers: tuple[Any, ...]  # strides, lengths, window and score scales
@@ -97,7 +97,7 @@ def plan_launch(
             f"q must have < 2^31 tiles of {config.block_m} rows of a head, got {programs}. Split "
             "the batch over several calls"
         )
-    # A bound that reaches every key is none; the sums in the kernel then stay in 32 bits.
+    # A bound that reaches every key becomes unbounded; sums in the kernel then stay in 32 bits.
     left, right = (
         -1 if guard_or_false(bound >= seqlen_q + seqlen_k) else bound
         for bound in (window_left, 0 if causal else window_right)
@@ -231,7 +231,7 @@ def _launch(
 
 def _outputs(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     out, lse = ops.empty_outputs(q, v)
-    if cu_seqlens is not None:  # rows of no segment are rows without keys; no program visits them
+    if cu_seqlens is not None:  # rows outside all segments see no keys; no program visits them
         out.zero_()
         lse.fill_(-math.inf)
     return out, lse
@@ -281,7 +281,7 @@ def _score_scales(scale: float, softcap: float) -> tuple[str, float, float, floa
         return "capped", 2 * _LOG2E * scale / softcap, softcap * _LOG2E, 1.0
     if scale > 0:
         return "raw", 1.0, 0.0, scale * _LOG2E
-    sign = -1.0 if scale < 0 else 0.0 * scale  # the maximum is not that of q k
+    sign = -1.0 if scale < 0 else 0.0 * scale  # the row max differs from the max of q k
     return "scaled", sign, 0.0, -scale * _LOG2E if scale < 0 else 1.0
 
 

@@ -24,7 +24,7 @@ import triton.language as tl
 
 @triton.jit
 def _sequence(cu_seqlens, i_b, max_seqlen, total, PACKED: tl.constexpr):
-    """(first row, length) of sequence i_b; what cu_seqlens holds is not trusted."""
+    """(first row, length) of sequence i_b; the contents of cu_seqlens are clamped."""
     first = i_b.to(tl.int64) * 0
     length = max_seqlen
     if PACKED:
@@ -113,7 +113,7 @@ def _attend(
                 visible = visible & (o_key[None, :] <= (o_row + right)[:, None])
             b_s = tl.where(visible, b_s, float("-inf"))
         b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * (1.0 if CAREFUL else outer_scale))
-        # Of a row that has seen no key, any finite maximum makes the exponentials 0.
+        # For a row that has seen no key, any finite maximum makes the exponentials 0.
         b_m_safe = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)
         if CAREFUL:
             b_p = tl.exp2((b_s - b_m_safe[:, None]) * outer_scale)
@@ -183,7 +183,7 @@ def forward_kernel(
     q_row, k_row, v_row = q_row.to(tl.int64) * 8, k_row.to(tl.int64) * 8, v_row.to(tl.int64) * 8
     i_bh, i_m = tl.program_id(0) // blocks_m, tl.program_id(0) % blocks_m
     if HAS_RIGHT:
-        i_m = blocks_m - 1 - i_m  # the longest first: the short ones even out the end
+        i_m = blocks_m - 1 - i_m  # longest first: short tiles balance the tail
     i_b, i_h = i_bh // heads_q, i_bh % heads_q
     first_q, len_q = _sequence(cu_seqlens_q, i_b, seqlen_q, total_q, PACKED)
     first_k, len_k = _sequence(cu_seqlens_k, i_b, seqlen_k, total_k, PACKED)
@@ -237,7 +237,7 @@ def forward_kernel(
         True, False, HAS_LEFT, HAS_RIGHT, SCORES, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV,
     )  # fmt: skip
 
-    # A giant maximum, or NaN and infinity that a row may have got from keys it does not see.
+    # A giant maximum, or NaN and infinity that may come from keys that the row does not see.
     doubtful = (tl.abs(b_m) >= 1048576.0) & (tl.abs(b_m) < float("inf"))
     if HAS_LEFT or HAS_RIGHT:
         doubtful = doubtful | (tl.sum(b_o * 0.0, 1) != 0.0)

@@ -1,4 +1,4 @@
-"""Whether Triton interprets (TRITON_INTERPRET=1), and what its interpreter then needs from us."""
+"""Whether Triton interprets (TRITON_INTERPRET=1), and the fixes that its interpreter needs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Launches of a Triton kernel without Triton's search for the compiled one.
 
-JITFunction.run binds and specializes each argument again at every call. The arguments of our
-kernels decide between compiled kernels by few facts; those are a key here.
+JITFunction.run binds and specializes each argument again at every call. For our kernels a few
+properties of the arguments select the compiled kernel; they are the key here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-# Absent in a torch without CUDA, which has nothing to launch on either.
+# Absent in a torch without CUDA, which cannot launch anyway.
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 

@@ -1,1 +1,1 @@
-"""Cards: their peaks, their sensors, and how many warps they hold."""
+"""GPUs: peaks, sensors and occupancy."""

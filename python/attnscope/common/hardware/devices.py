@@ -1,7 +1,7 @@
 """Peaks of known cards, from their vendor's datasheets: dense, never the sparse figure.
 
-A card is matched by the exact name CUDA reports and by its SM count and memory size, so that SXM,
-PCIe, NVL and MIG slices are told apart. A card that is not in the table has no peak.
+A card is matched by the exact name CUDA reports and by its SM count and memory size, which
+distinguishes SXM, PCIe, NVL and MIG slices. A card that is not in the table has no peak.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-# FLOPs per clock of the tensor cores, by those of bf16; the same on every card that is listed.
+# Tensor-core FLOPs per clock relative to bf16; the same on every card in the table.
 _TENSOR_RATE = {
     "bfloat16": 1.0, "float16": 1.0, "tfloat32": 0.5, "float8_e4m3fn": 2.0, "float8_e5m2": 2.0,
 }  # fmt: skip
@@ -30,9 +30,9 @@ class Device:
         l2_mib: L2 size, MiB; None where the vendor's papers do not give it.
         boost_mhz: highest SM clock.
         tensor_flops: dense bf16 or fp16 FLOPs per clock and SM, fp32 accumulation.
-        peaks: dense TFLOP/s by torch dtype name, that of the units which cuBLAS uses for it:
-            float32 is without TF32, which is "tfloat32"; float64 is that of the tensor cores, and
-            missing where a card has none for it; float8 is with fp32 accumulation.
+        peaks: dense TFLOP/s by torch dtype name, for the units that cuBLAS uses. float32 is
+            without TF32, which is "tfloat32". float64 is the tensor-core peak, missing if the card
+            has none. float8 is with fp32 accumulation.
         source: the vendor's papers that the figures are from.
     """
 
@@ -91,8 +91,8 @@ def _peaks(
     return MappingProxyType({dtype: peak for dtype, peak in known.items() if peak is not None})
 
 
-# Tensor figures of datasheets carry sparsity from Hopper on, and are halved here. Those of Hopper
-# hold at 1830 MHz (SXM), 1620 MHz (PCIe) and 1545 MHz (NVL), not at boost.
+# From Hopper on, datasheets give tensor figures with sparsity; they are halved here. Hopper's
+# figures apply at 1830 MHz (SXM), 1620 MHz (PCIe) and 1545 MHz (NVL), not at boost.
 _HOPPER = _peaks(989.4, 66.9, 494.7, 1978.9, 66.9)
 _HOPPER_PCIE = _peaks(756.4, 51.2, 378.2, 1512.8, 51.2)
 _HOPPER_NVL = _peaks(835.3, 60.0, 417.5, 1670.5, 60.0)
@@ -117,7 +117,7 @@ DEVICES: tuple[Device, ...] = (
     Device(
         "GH200 144GB", "GH200 144G HBM3e", 132, 144, 4900, None, 1980, 4096, _HOPPER, _GH200_PAPERS
     ),
-    # L2 as CUDA reports it. Papers differ on fp64 (37 and 40 TFLOP/s), and do not give fp32 apart.
+    # L2 as CUDA reports it. Papers differ on fp64 (37 and 40 TFLOP/s), and give no separate fp32.
     Device(
         "B200", "B200", 148, 180, 8000, 126, 1965, 8192,
         _peaks(2250.0, None, 1125.0, 4500.0, None), "NVIDIA HGX B200 datasheet, per GPU",

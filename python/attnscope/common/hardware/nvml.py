@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-# Reasons that do not disturb a measurement: nothing ran, or the clock is where it was set to be.
+# Reasons that do not disturb a measurement: the GPU is idle, or the clock is at its setting.
 _HARMLESS = ("GpuIdle", "ApplicationsClocksSetting", "UserDefinedClocks", "DisplayClockSetting")
 _PREFIX = "nvmlClocksEventReason"
 
@@ -27,7 +27,7 @@ class Nvml:
             pynvml.nvmlInit()
             uuid = str(torch.cuda.get_device_properties(device).uuid)
             self._nvml: Any = pynvml
-            # By UUID: NVML does not know about CUDA_VISIBLE_DEVICES.
+            # By UUID: NVML ignores CUDA_VISIBLE_DEVICES.
             self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}")
         except ImportError:
             self.reason = "package nvidia-ml-py is not installed"
@@ -35,7 +35,7 @@ class Nvml:
             self.reason = f"NVML: {error}"
 
     def constants(self) -> dict[str, Any]:
-        """`driver` and `power_limit_w`; None where NVML does not tell."""
+        """`driver` and `power_limit_w`; None if NVML does not report them."""
         if self.reason:
             return {"driver": None, "power_limit_w": None}
         n = self._nvml
@@ -73,6 +73,6 @@ class Nvml:
     def _ask(self, function: Any, *arguments: Any, scale: float | None = None) -> Any:
         try:
             value = function(*arguments)
-        except Exception:  # this one reading is not to be had on this device
+        except Exception:  # this device does not have this reading
             return None
         return value if scale is None else round(value * scale, 1)

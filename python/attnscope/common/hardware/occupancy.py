@@ -66,7 +66,7 @@ def sm_of_arch(arch: str) -> SM:
 
 
 class Occupancy(NamedTuple):
-    """Warps that live on an SM at once, their share of its warp slots, and what allows no more."""
+    """Resident warps of an SM, their share of its warp slots, and the occupancy limiter."""
 
     warps_per_sm: int
     fraction: float

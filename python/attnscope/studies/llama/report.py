@@ -1,6 +1,6 @@
 """The report of a Hugging Face model by attention implementation, from `transformers_run`.
 
-Every number is measured or computed from measured ones, and is of one pass through the model.
+Every number is measured or computed from measured numbers, per pass through the model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PARTS = {
 
 
 def transformers_report(records: Sequence[Record], env: Mapping[str, Any]) -> Document:
-    """The report of records made on one device, as they stand in a result file."""
+    """The report of the records of one device, in the form of a result file."""
     one = records[0]
     lead = [
         f"{env.get('gpu') or env.get('cpu')}, torch {env.get('torch')}, transformers "
@@ -101,7 +101,7 @@ def _ms(us_of_all: float) -> float:
 
 
 def _each(count: int) -> int | float:
-    """Of one pass."""
+    """A count per pass."""
     return count // PASSES if count % PASSES == 0 else count / PASSES
 
 
@@ -181,7 +181,7 @@ def _categories(records: Sequence[Record]) -> Section:
     return Section("Kernel categories", text, rows, figure)
 
 
-# Of one record
+# Sections of one record
 
 
 def _details(record: Record) -> Iterator[Section]:

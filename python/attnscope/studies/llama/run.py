@@ -1,7 +1,7 @@
 """A Llama model of Hugging Face transformers, its logits checked and its passes measured.
 
-Each attention implementation has records that are JSON. What fails is a record with the reason, and
-an implementation whose logits are wrong has no times.
+Each attention implementation has JSON records. A failure is a record with the reason; an
+implementation with wrong logits has no times.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TRAINING = f"{FORWARD} + {BACKWARD}"
 MODES = (FORWARD, TRAINING)
 PASSES = 5  # in one sample, and in the profiled region
 SAMPLES = 7
-# Error of the logits, root of the mean square, over eager's: other orders of rounding differ less.
+# Limit of the logits' RMS error over eager's; another order of rounding stays below it.
 RMS_BAR = 1.25
 NO_GPU = "no GPU: kernels are what a GPU runs"
 SEED = 0
@@ -42,7 +42,7 @@ SEED = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Llama:
-    """The shape of the model and of its batch. Raises ValueError for one that cannot be."""
+    """The shape of the model and of its batch. Raises ValueError for an impossible shape."""
 
     layers: int = 8
     hidden: int = 1024
@@ -106,7 +106,7 @@ def run_all(
 ) -> list[Record]:
     """Check and measure each implementation in each mode: records in that order.
 
-    A model or a reference that cannot be had, for want of memory say, fails all of them.
+    If the model or the reference cannot be built (out of memory, say), all of them fail.
     """
     register()
     model: Any = None
@@ -140,9 +140,9 @@ def logits(model: Any, tokens: Tensor, impl: str) -> Tensor:
 
 
 def check_logits(model: Any, tokens: Tensor, impls: Sequence[str]) -> dict[str, Record]:
-    """Logits of each implementation against those of the same weights in fp64, with eager's error
-    as what bf16 costs: a row passes as a row of an attention does (see numerics), and the error of
-    all of them by RMS_BAR.
+    """Compare the logits of each implementation with fp64 logits of the same weights. Eager's error
+    is the baseline of bf16. Each row must pass the gate of an attention row (see numerics), and the
+    RMS error of all rows must be within RMS_BAR.
 
     In fp64 transformers itself keeps norms, softmax and rotary angles in fp32.
     """
@@ -184,7 +184,7 @@ def judge(got: Tensor, reference: Tensor, baseline: Tensor) -> Record:
 
 
 def _attempt(model: Any, tokens: Tensor, impl: str, mode: str) -> Record:
-    """What `measure` finds, or why it finds nothing."""
+    """The record of `measure`, or why it failed."""
     try:
         return measure(model, tokens, impl, mode)
     except NotImplementedError as error:
@@ -232,7 +232,7 @@ def measure(model: Any, tokens: Tensor, impl: str, mode: str) -> Record:
 def tables(found: Profile) -> Record:
     """A profile as part of a record: times in microseconds, of all passes together.
 
-    Raises ProfileError for tables that cannot be true.
+    Raises ProfileError for tables that contradict themselves.
     """
     assert found.wall_s is not None
     record: Record = {

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from attnscope.common.results import Results
     from attnscope.studies.lm.run import Run
 
-# The most is what a wait takes, in milliseconds and 32 bits.
+# The maximum is the longest wait: milliseconds in 32 bits.
 Timeout = Annotated[
     float, typer.Option(min=1, max=2e6, help="Seconds that one configuration may take.")
 ]

@@ -30,7 +30,7 @@ from attnscope.studies.parts import (
     PHASES,
 )
 
-# How numbers are held: weights' dtype, and the dtype that autocast computes in.
+# Precision -> (dtype of the weights, dtype of autocast).
 PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
     "fp32": (torch.float32, None),
     "autocast": (torch.float32, torch.bfloat16),
@@ -49,7 +49,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of a model. Raises ValueError for one that cannot be."""
+    """The shape of a model. Raises ValueError for an impossible shape."""
 
     d_model: int
     d_ff: int
@@ -85,7 +85,7 @@ SIZES = {
     "xl": (1600, 48, 25),
     "2.7B": (2560, 32, 32),
 }
-TINY = "tiny"  # for a machine without a GPU: a model that takes a second
+TINY = "tiny"  # for a machine without a GPU: a step takes about a second
 
 
 def model_config(name: str, context: int) -> ModelConfig:
@@ -194,7 +194,7 @@ class Training:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A range that ends when the device is done, so that its wall time is that of its work."""
+        """A range that ends when the device is done, so that its wall time covers its GPU work."""
         with annotate(name):
             yield
             synchronize()
@@ -294,9 +294,9 @@ def _work_of(q: Tensor) -> Workload:
 
 
 def why_no_backward(impl: Impl, work: Workload, device: torch.device) -> str | None:
-    """Why attention by an impl cannot be trained with, by trying it on 128 tokens; None if it can.
+    """Why attention by an impl has no usable backward, from a trial on 128 tokens; None if it has.
 
-    An op without a backward may raise, or may silently cut the graph: both are told.
+    An op without a backward may raise, or may silently cut the graph: both are detected.
     """
     shape, dtype = (1, 128, 1, work.head_dim), getattr(torch, work.dtype)
     q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))

@@ -1,4 +1,4 @@
-"""A plain transformer training loop and its optimised twin: what each change brought, and why.
+"""A plain transformer training loop and its optimised twin: the effect of each change, and why.
 
 The changes are made one after the other (number format, attention, batch), each measured like
 every other configuration, so that a difference has one cause.
@@ -36,7 +36,7 @@ class Recipe:
 
 def recipes(impl: str, batch: int, larger: int) -> tuple[Recipe, ...]:
     """Plain first, optimised last. `impl` is the attention of the optimised loop, `larger` its
-    batch; what is no change, such as from naive to naive, is left out."""
+    batch; recipes without a change, such as from naive to naive, are omitted."""
     form = "unfused" if impl in UNFUSED else "fused"
     ways = [Recipe("plain: fp32, attention in separate ops", "fp32", "naive", batch)]
     ways.append(Recipe("bf16 autocast", "autocast", "naive", batch))
@@ -63,9 +63,9 @@ def runs(config: ModelConfig, ways: Sequence[Recipe], device: str) -> list[Run]:
 
 
 def pair_report(records: Sequence[Record], env: Mapping[str, Any]) -> Document:
-    """What each change brought, from the records of `runs` in their order.
+    """The effect of each change, from the records of `runs` in their order.
 
-    Raises ProfileError for a record that cannot be true, ValueError where plain or optimised have
+    Raises ProfileError for a record that contradicts itself, ValueError if plain or optimised have
     no times.
     """
     for record in records:

@@ -1,7 +1,7 @@
 """The model-by-context report: where the time of a training step goes, from records of `model_run`.
 
-Every number is measured or computed from measured ones; a configuration that gave none is a row
-with the reason. A record that contradicts itself is refused, and its row says how.
+Every number is measured or computed from measured numbers; a configuration without numbers is a row
+with the reason. A record that contradicts itself is refused, and its row has the reason.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ PHASE_COLOURS = dict(zip(PHASES, list(PART_COLOURS.values())[:3], strict=True))
 
 
 def model_report(records: Sequence[Record], env: Mapping[str, Any]) -> Document:
-    """The report of records made on one device, as they stand in a result file.
+    """The report of the records of one device, in the form of a result file.
 
     Raises ProfileError where configurations have the same kernel time to the nanosecond: a table
     of constants is not measured.
     """
-    # Columns that tell configurations apart, besides model, context and impl.
+    # Columns that distinguish configurations, besides model, context and impl.
     also = [key for key in ("precision", "batch") if len({one[key] for one in records}) > 1]
     names = ("model", "context", "impl", *also)
     rows = [checked(one) | {"key": {name: one[name] for name in names}} for one in records]

@@ -1,7 +1,7 @@
 """One configuration of a model, measured in a process of its own, as a record that is JSON.
 
-A record has what every table is made from: wall times without the profiler, and the GPU time of
-each kernel of one profiled step, by phase and part of the model. What fails is a record too.
+A record has the data of every table: wall times without the profiler, and the GPU time of each
+kernel of one profiled step, by phase and part of the model. A failure is a record too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Run:
 
     @property
     def key(self) -> Record:
-        """What tells it from other configurations of the same device."""
+        """The fields that distinguish it from other configurations of the same device."""
         shape = asdict(self.config) | {"parameters": self.config.parameters}
         how = {"impl": self.impl, "precision": self.precision, "batch": self.batch}
         return {"model": self.name, **how, **shape}
@@ -99,8 +99,8 @@ def run_all(
 ) -> None:
     """Measure each configuration that `results` has no record of, each in its own process.
 
-    The file is saved after every one of them. Those that failed, or whose record cannot be true,
-    are tried again in a later call, and keep their place.
+    The file is saved after each. A later call retries configurations that failed or whose record
+    contradicts itself, and keeps their place.
     """
     for run in runs:
         same = [i for i, old in enumerate(results.rows) if run.key.items() <= old.items()]

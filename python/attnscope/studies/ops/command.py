@@ -14,7 +14,7 @@ COMMAND = "profile_ops"
 
 
 def ops_command(output: Output = Path("attribution_report"), device: Device = None) -> None:
-    """Hold the operator table against raw kernels and CUDA events, for our ops and their peers.
+    """Compare the operator table with raw kernels and CUDA events, for our ops and their peers.
 
     Exit codes: 1 a row misses a bar, failed, or nothing could be measured, 2 bad input.
     """

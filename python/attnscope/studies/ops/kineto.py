@@ -40,7 +40,7 @@ class Averages:
 
     @classmethod
     def of(cls, torch_profiler: Any) -> Averages:
-        """Those of a stopped torch profiler."""
+        """The rows of a stopped torch profiler."""
         try:
             table = torch_profiler.key_averages()
         except UnicodeDecodeError as error:  # PyTorch kept the name of a frame that is gone
@@ -130,13 +130,13 @@ def comparison(attribution: Attribution, rows: Iterable[Mapping[str, Any]]) -> p
 
 
 def _is_own(name: str) -> bool:
-    """Is a row of the profiler's sentinels, which are not in the trace."""
+    """Whether a row belongs to the profiler's sentinels, which are not in the trace."""
     return name in (SENTINEL, WAIT) or name.startswith(STEP) or "spin_kernel" in name
 
 
 def _explain(kineto: float, kernels: float, copies: float, again: float, phantom: float) -> str:
-    """Why a row of an op differs; all in microseconds. `again` is work under the op twice,
-    `phantom` what kineto's overhead rows have as device time."""
+    """Why a row of an op differs; all in microseconds. `again` is work that kineto counts twice,
+    `phantom` the device time of kineto's overhead rows."""
     rest = kineto - kernels
     if abs(rest) <= SLACK_US:
         return "same"
@@ -154,8 +154,8 @@ def _explain(kineto: float, kernels: float, copies: float, again: float, phantom
 def _device_time(
     attribution: Attribution,
 ) -> tuple[dict[str, int], Counter[str], Counter[str]]:
-    """Of each op name, the ops in it included: kernels, copies and fills, and what kineto counts
-    again because the op is in one of its own name. In nanoseconds."""
+    """Nanoseconds by op name, nested ops included: kernels; copies and fills; and what kineto
+    counts twice because the op is nested in an op of the same name."""
     trace = attribution.trace
     outer = op_parents(trace)
     kernels: dict[str, int] = {e.name: 0 for e in trace.cpu if e.kind == "op"}

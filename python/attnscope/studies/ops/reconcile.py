@@ -1,7 +1,7 @@
 """The same call timed by several tools, with the reason for each difference.
 
-The reference is the time of the call's GPU work in a profiler's trace. Every other tool sees that
-work and something more: what, and how much at most, is said before the numbers are compared.
+The reference is the time of the call's GPU work in a profiler's trace. Every other tool measures
+that work and something more: what, and at most how much, is stated before the comparison.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
     from attnscope.profile.api import Profile
 
-# Of the reference; clocks and caches move a kernel by as much from one run to the next.
+# Share of the reference: clocks and caches change a kernel's time this much between runs.
 TOLERANCE = 0.03
-# Between the end of a kernel and the start of the next of its stream pass about 1 us.
+# Limit of the gap between two kernels of a stream, which is about 1 us.
 GAP_US = 1.5
-# From the first event to the start of the first kernel: on an H200 4.7 to 5.7 us more than an empty
-# pair, with or without a graph.
+# Limit of the time from the first event to the first kernel's start. On an H200 it is 4.7 to 5.7 us
+# longer than an empty pair, with or without a graph.
 START_US = 6.0
-# Of what an empty pair of events is taken to last, at least: their clock ticks each half us.
+# Least duration assumed for an empty pair of events: their clock ticks every 0.5 us.
 PAIR_US = 1.0
 CALL = "reconcile"
 RETRIES = 2  # when events were lost
@@ -43,9 +43,8 @@ Call = Callable[[], Any]
 class Measurement:
     """One tool's times of one call, in microseconds.
 
-    `beyond` says what the times hold besides the GPU work, `beyond_us` how much that may be at
-    most, `within_us` how much of the work may be hidden in them. Without samples, `reason` says
-    why there are none.
+    `beyond`: what the times include besides the GPU work; `beyond_us`: at most how much;
+    `within_us`: how much of the work they may miss. Without samples, `reason` is why.
     """
 
     tool: str

@@ -1,6 +1,6 @@
 """The attribution report: the operator table against raw kernels and CUDA events, call by call.
 
-Every number is from a record of `ops_run`, or computed from numbers of one.
+Every number comes from a record of `ops_run`, or is computed from such numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 
 def missed(record: Record) -> list[str]:
-    """What a record fails in, as sentences: none where it met every bar, or was left out."""
+    """The failures of a record, as sentences: none if it met every bar or was skipped."""
     if record["status"] == "failed":
         return [str(record["reason"])]
     return [_told(bar) for bar in record.get("bars", ()) if not bar["met"]]

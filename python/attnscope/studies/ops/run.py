@@ -1,4 +1,4 @@
-"""Calls of our ops and of their peers, each held against its raw trace and against CUDA events.
+"""Calls of our ops and of their peers, each compared with its raw trace and with CUDA events.
 
 A call becomes a record that is JSON: its rows in the operator table, the sum of its kernels from
 the raw trace, the other tools' times, PyTorch's own figure, and the bars that it met or missed.
@@ -50,7 +50,7 @@ class Case:
     """A call, and the rows of the operator table that have all of its GPU time between them.
 
     `rows` maps an op's name to how often one call runs it; names that mean the same op in
-    different builds are parted by "|". `make` raises Unsupported where the call cannot be had;
+    different builds are parted by "|". `make` raises Unsupported if the call is not available;
     `impl` is the impl whose kernels must have run.
     """
 
@@ -104,7 +104,7 @@ def _trained_sdpa(device: torch.device) -> Call:
 
 
 _SDPA = "aten::_scaled_dot_product"
-# What is measured. An op or a peer that is new is a line here.
+# The cases. Add a new op or peer here.
 CASES = (
     _forward("cuda", "cuda", "attnscope::forward"),
     _forward("cuda-sm80", "cuda-sm80", "attnscope::forward"),
@@ -242,10 +242,11 @@ def _row(found: Profile, averages: Averages, names: str, calls: int) -> Record:
 
 
 def bars(record: Record, tools: Sequence[Record]) -> list[Record]:
-    """What must hold of a record, each with its value, its limits, and whether it is met.
+    """The criteria for a record, each with its value, its limits, and whether it is met.
 
-    The difference to the raw kernels is a share of them; that to CUDA events is microseconds of a
-    call, and may be as much as `reconcile` says that events see besides the GPU work.
+    The difference to the raw kernels is a share of them. The difference to CUDA events is in
+    microseconds per call; its limits are what `reconcile` allows events to include besides the GPU
+    work.
     """
     off = record["row_us"] / record["raw_us"] - 1 if record["raw_us"] else None
     found = [
@@ -268,7 +269,7 @@ def _bar(name: str, value: float | None, least: float | None, most: float | None
 def raw_kernels(source: Path) -> list[dict[str, Any]]:
     """Kernels of a chrome trace as PyTorch wrote it, without the profiler's own, by plain JSON.
 
-    Nothing of the attribution is used: this is what it is held against.
+    Uses nothing of the attribution: this is the independent reference for it.
     """
     opener: Any = gzip.open if source.suffix == ".gz" else open
     with opener(source, "rt", encoding="utf-8", errors="replace") as file:
