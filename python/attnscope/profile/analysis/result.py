@@ -73,7 +73,7 @@ class Result:
 
     @property
     def empty(self) -> bool:
-        """True if nothing was recorded: no op, no range, no GPU event."""
+        """True if no op, no range and no GPU event was recorded."""
         return not self.has_ops and not self.trace.gpu
 
     @property
