@@ -17,6 +17,7 @@ COVERED = (
     "README.md", "CONTRIBUTING.md", "docs", "csrc/ptx", "csrc/attn", "csrc/binding",
     "csrc/kernels/sm90_forward",
     "python/attnscope/bench", "python/attnscope/common", "python/attnscope/integrations",
+    "python/attnscope/profile",
     "python/attnscope/stress", "python/attnscope/studies", "python/attnscope/timeline",
     "python/attnscope/triton", "python/attnscope/__init__.py", "python/attnscope/__main__.py",
     "python/attnscope/_load.py", "python/attnscope/argument_checks.py",

@@ -1,4 +1,4 @@
-"""Where GPU time went, with the proof that nothing is missing and nothing is counted twice."""
+"""Where GPU time went, with checks that no kernel is missing and none is counted twice."""
 
 from attnscope.profile.api import Profile
 from attnscope.profile.errors import ProfileError

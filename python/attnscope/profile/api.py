@@ -1,4 +1,4 @@
-"""`Profile`: a recorded region as tables and files; `Region`: one that is being recorded."""
+"""`Profile`: a recorded region as tables and files; `Region`: a region that is being recorded."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ R = TypeVar("R")
 
 
 class Profile(Result):
-    """What was recorded of one region: the tables of `Result`, printed and written as files."""
+    """The recording of one region: the tables of `Result`, printed or written to files."""
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Profile:
-        """A profile of a chrome trace from PyTorch's profiler, `.json` or `.json.gz`.
+        """Read a chrome trace from PyTorch's profiler, `.json` or `.json.gz`.
 
-        Raises ValueError for a file that is no whole trace.
+        Raises ValueError for a file that is not a complete trace.
         """
         why = "the trace was read from a file"
         return cls(
@@ -39,11 +39,11 @@ class Profile(Result):
         )
 
     def print(self, top: int = 20, sort: str | None = None, full_names: bool = False) -> None:
-        """Show the tables in the terminal: see terminal.print_profile."""
+        """Print the tables in the terminal; see terminal.print_profile."""
         print_profile(self, top=top, sort=sort, full_names=full_names)
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Write tables, attribution and audit as strict JSON."""
+        """Write the tables, the attribution and the audit as strict JSON."""
         write_json(self, path)
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
@@ -51,12 +51,12 @@ class Profile(Result):
         write_html(self, path)
 
     def export_chrome_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write a chrome trace for Perfetto, with rows of ours added."""
+        """Write a chrome trace for Perfetto, with attnscope's rows added."""
         write_chrome_trace(self, path)
 
 
 def _after(method: Callable[Concatenate[Profile, P], R]) -> Callable[Concatenate[Region, P], R]:
-    """A method of Profile that a Region has once it has ended."""
+    """A method of Profile, available on a Region after its end."""
 
     @functools.wraps(method)
     def call(region: Region, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -66,15 +66,15 @@ def _after(method: Callable[Concatenate[Profile, P], R]) -> Callable[Concatenate
 
 
 def _fact(name: str) -> Any:
-    """An attribute of Profile that a Region has once it has ended."""
+    """An attribute of Profile, available on a Region after its end."""
     return property(lambda region: getattr(region.profile, name))
 
 
 class Region:
-    """What `with profile() as region` gives: its name, and `profile` once the region has ended.
+    """The target of `with profile() as region`: its name, and `profile` after the region's end.
 
-    The attributes and methods of that Profile are here too, so that one name serves; before the end
-    they raise ProfileError.
+    A Region also has the attributes and methods of its Profile. Before the region ends they raise
+    ProfileError.
     """
 
     def __init__(self, name: str) -> None:
@@ -83,21 +83,21 @@ class Region:
         self._failure: str | None = None
 
     def end(self, profile: Profile) -> None:
-        """The region has ended, and this is its profile."""
+        """Set the profile of the ended region."""
         self._profile = profile
 
     def fail(self, reason: str) -> None:
-        """The region has ended without a profile."""
+        """Mark the region as ended without a profile."""
         self._failure = reason
 
     @property
     def ended(self) -> bool:
-        """There is a profile."""
+        """True if there is a profile."""
         return self._profile is not None
 
     @property
     def profile(self) -> Profile:
-        """The profile. Raises ProfileError before the region has ended, and where it has none."""
+        """The profile. Raises ProfileError before the region's end, and if it has no profile."""
         if self._profile is not None:
             return self._profile
         if self._failure is not None:

@@ -54,11 +54,11 @@ def profile_command(
         bool, typer.Option("--full-names", help="Kernel symbols as they are.")
     ] = False,
 ) -> None:
-    """Run a script under the profiler, or read a trace, and say where the GPU time went.
+    """Run a script under the profiler, or read a trace, and report where the GPU time went.
 
-    Options stand before SCRIPT; what follows it is the script's own.
+    Options come before SCRIPT; arguments after it are passed to the script.
 
-    The exit code is that of the script, 1 where it fails or events were lost, 2 for bad input.
+    The exit code is the script's own, 1 if it fails or events were lost, 2 for bad input.
     """
     with bad_input("profile"):
         if (trace is None) == (script is None):
@@ -96,9 +96,9 @@ def profile_command(
 
 
 def _record(run: Script, options: dict[str, Any]) -> tuple[Profile | None, int]:
-    """Run the script: what was recorded, None where nothing was, and the exit code.
+    """Run the script; return its profile (None if nothing was recorded) and the exit code.
 
-    Raises ValueError where the record cannot be made.
+    Raises ValueError if the recording cannot be made.
     """
     code, region = 0, None
     try:

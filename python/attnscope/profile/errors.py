@@ -1,4 +1,4 @@
-"""What is raised where no number of a profile can be trusted."""
+"""Errors for profiles whose numbers cannot be trusted."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ class ProfileError(RuntimeError):
 
 
 class LostEvents(ProfileError):
-    """Launches without a kernel: what was recorded is less than what ran."""
+    """Launches without a kernel: some events were not recorded."""

@@ -19,8 +19,7 @@ INTERRUPTED = 130
 class Script:
     """A script or module, run as `__main__`.
 
-    Threads that it starts are waited for, if they are not daemons; work that it leaves to an
-    executor after its end is not.
+    `run` waits for the script's non-daemon threads, but not for work left to an executor.
     """
 
     def __init__(self, target: str, arguments: list[str], module: bool) -> None:
@@ -30,15 +29,15 @@ class Script:
             raise ValueError(f"script: there is no file {target!r}; a module needs -m")
         self.target, self.arguments, self.module = target, arguments, module
         self.name = target if module else Path(target).stem
-        self.failure: Exception | None = None  # of the script; printed
-        # The script's globals (where it raised, its frames have them) live as long as this object:
-        # their destructors may wait for work that must end first.
+        self.failure: Exception | None = None  # the script's error, already printed
+        # Keeps the script's globals alive as long as this object: their destructors may wait for
+        # work that must end first. If the script raised, its frames keep them.
         self._globals: Any = None
 
     def run(self) -> int:
-        """Run it to its end, and that of threads it started; the code it exits with.
+        """Run the script and wait for its threads; return its exit code.
 
-        Raises what it raises, but for SystemExit.
+        Exceptions of the script propagate, except SystemExit.
         """
         before = sys.argv, sys.path[:]
         others = {*threading.enumerate()}
@@ -72,7 +71,7 @@ class Script:
             traceback.print_exception(error.with_traceback(_own_frames(error)))
             self.failure, code = error, 1
         finally:
-            if os.getpid() != process:  # forked by the script: the record is not this process's
+            if os.getpid() != process:  # a fork of the script must not write the recording
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(code & 0xFF)
@@ -80,12 +79,12 @@ class Script:
 
     @staticmethod
     def end() -> None:
-        """Called in the script: it exits here, as by sys.exit()."""
+        """End the script at this point, as by sys.exit(); called inside the script."""
         raise SystemExit
 
 
 def _own_frames(error: Exception) -> TracebackType | None:
-    """The frames of an error from the script's own first one on."""
+    """The frames of an error, starting at the script's first frame."""
     frame = error.__traceback__
     while frame and frame.tb_frame.f_globals.get("__name__") != "__main__":
         frame = frame.tb_next
@@ -93,12 +92,12 @@ def _own_frames(error: Exception) -> TracebackType | None:
 
 
 def _is_worker(thread: threading.Thread) -> bool:
-    """The thread serves an executor, and may wait for work until that is shut down."""
+    """Whether the thread serves an executor; it may wait for work until the executor shuts down."""
     return thread in concurrent.futures.thread._threads_queues
 
 
 def _is_module(name: str) -> bool:
-    """Whether `python -m` would find it here: a module, or a package with a `__main__`."""
+    """Whether `python -m` would find `name` here: a module, or a package with a `__main__`."""
     sys.path.insert(0, "")
     try:
         found = find_spec(name)

@@ -1,8 +1,8 @@
-"""Every table of a profile, in the order in which it is shown. A new table is a line of TABLES.
+"""Every table of a profile, in display order. To add a table, add a line to TABLES.
 
-A table in TABLES is made and checked once, and stands in JSON and CSV by its name; one with a title
-stands in the terminal and on the page too, with its columns as they are unless
-`render/terminal.py` or `render/html.py` name them.
+Each table in TABLES is built and checked once, and written to JSON and CSV under its name. A table
+with a title is also shown in the terminal and on the page. Its columns keep their names unless
+`render/terminal.py` or `render/html.py` rename them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class Recorded(Protocol):
-    """What tables are made from. `analysis.result.Result` has it."""
+    """The input of every table; `analysis.result.Result` implements it."""
 
     @property
     def attribution(self) -> Attribution: ...
@@ -64,17 +64,17 @@ class Recorded(Protocol):
 
 
 def _unchecked(attribution: Attribution, table: pandas.DataFrame) -> None:
-    """For a table whose rows are events of the trace as they are."""
+    """No check: for a table whose rows are unchanged events of the trace."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """How a table is made and checked.
+    """How a table is built and checked.
 
     Attributes:
-        make: the table of a recording.
+        make: builds the table of a recording.
         check: raises ProfileError for a table that contradicts the trace.
-        title: in the terminal and on the page; None for a table of files only.
+        title: title in the terminal and on the page; None if the table is only written to files.
     """
 
     make: Callable[[Recorded], pandas.DataFrame]

@@ -1,14 +1,14 @@
 """How well a GPU was used, estimated from a trace alone.
 
-The formulas are those of PyTorch's TensorBoard plug-in (kineto/tb_plugin, docs/gpu_utilization.md):
+The formulas come from PyTorch's TensorBoard plug-in (kineto/tb_plugin, docs/gpu_utilization.md):
 
 - GPU utilisation: time in which at least one kernel ran, over wall time.
-- estimated SM efficiency: at each instant the blocks per SM of the running kernels, at most 1,
-  integrated, over wall time.
-- estimated achieved occupancy: the kernels' occupancies weighted by their durations.
+- estimated SM efficiency: min(1, blocks per SM of the running kernels), integrated over time, over
+  wall time.
+- estimated achieved occupancy: mean occupancy of the kernels, weighted by their durations.
 - tensor-core time share: time of kernels that use tensor cores, over time of all kernels.
 
-None of them is measured by hardware counters: a kernel can fill every SM and do little.
+No figure uses hardware counters: a kernel can fill every SM and do little work.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ FIGURES = ("gpu_utilisation", "sm_efficiency", "occupancy", "tensor_core_time_sh
 class Efficiency:
     """The figures of one GPU over a program; shares are 0 to 1, None with a reason in `reasons`.
 
-    occupancy is of all warps an SM can hold. `occupancy_from` says how many kernels have the
-    profiler's own estimate, and how many ours (where the trace says 0 or nothing).
+    Occupancy is a share of the SM's maximum number of warps. `occupancy_from` counts the kernels
+    with the profiler's estimate and those with ours (the trace has 0 or no value).
     """
 
     gpu: int
@@ -48,9 +48,9 @@ class Efficiency:
 
 
 def efficiency(attribution: Attribution) -> Efficiency:
-    """The figures of the GPU that was busiest, from the program's first event to its last.
+    """The figures of the busiest GPU, from the program's first event to its last.
 
-    A program without kernels, or that took no time, has reasons for figures.
+    If the program has no kernels or took no time, every figure is None with a reason.
     """
     trace, reason = attribution.trace, "the program took no time in the trace"
     try:
@@ -123,12 +123,12 @@ def _sm_efficiency(kernels: Sequence[GpuEvent], start: int, end: int) -> float |
 
 
 def kernel_occupancy(kernel: GpuEvent, device: Mapping[str, Any]) -> float | str:
-    """Estimated achieved occupancy of a kernel, 0 to 1, or why it cannot be told.
+    """Estimated achieved occupancy of a kernel, 0 to 1, or why it is unknown.
 
-    The profiler's estimate where the trace has one. It says 0 for shares below half a percent and
-    for kernels with more shared memory than a block gets by default; of these it is the theoretical
-    occupancy, or what the grid fills of an SM where that is less. `device` is an entry of the
-    trace's deviceProperties.
+    Uses the profiler's estimate if it is above 0. The profiler writes 0 for shares below 0.5 % and
+    for kernels that need more shared memory than the default per-block limit. Their estimate is the
+    theoretical occupancy, or the share of the SM that the grid fills if that is less. `device` is
+    an entry of the trace's deviceProperties.
     """
     if kernel.occupancy is not None:
         return kernel.occupancy / 100
@@ -144,8 +144,8 @@ def kernel_occupancy(kernel: GpuEvent, device: Mapping[str, Any]) -> float | str
 def filled_share(kernel: GpuEvent, device: Mapping[str, Any]) -> float | str:
     """Share of an SM's warps that blocks of a kernel can fill, 0 to 1, or why it is unknown.
 
-    Registers are those of the launch; a kernel may move them between its warps later. A kernel that
-    ran fits at least once, whatever the model says.
+    Uses the register count at launch; a kernel may move registers between its warps later. A kernel
+    that ran counts as at least one block per SM, even if the model gives none.
     """
     if not kernel.block or kernel.registers is None or kernel.shared_bytes is None:
         return "the trace does not say the kernels' block, registers and shared memory"

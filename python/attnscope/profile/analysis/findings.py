@@ -1,7 +1,7 @@
-"""Patterns that cost time, each with the events and numbers that show it.
+"""Patterns that cost time, each with the events and numbers as evidence.
 
-A finding is made only where its numbers pass the thresholds below; nothing is guessed from names
-alone. What needs a steady state is not judged in a window of a few launches.
+A finding is reported only if its numbers pass the thresholds below, never on names alone. Detectors
+that need a steady state skip windows with few launches.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from attnscope.profile.analysis.steps import program_window
 from attnscope.profile.attribution.owners import Attribution
 from attnscope.profile.trace.events import CpuEvent, GpuEvent, Trace
 
-# Waits that together are less of the program than this are not worth a change.
+# Minimum share of the program spent in waits; below it a change does not pay.
 SYNC_SHARE = 0.05
 # A synchronisation with nothing to wait for takes 5 to 40 us under the profiler.
 LONG_SYNC_US = 100.0
-# Of kernel time. Below it, even a free product gains less than runs differ by.
+# Minimum share of kernel time. Below it, even a free product gains less than run-to-run noise.
 FP32_SHARE = 0.05
 UNFUSED_SHARE = 0.05
 TINY_GRID_SHARE = 0.10
-# Less kernel time than this in all is a handful of calls.
+# Minimum total kernel time; below it there were only a few calls.
 LEAST_KERNEL_US = 100.0
-# A grid of half the SMs leaves half the card unused; above that, tiles cannot always be chosen.
+# A grid of half the SMs leaves half the card unused. Fuller grids often have no better tile size.
 TINY_GRID_FILL = 0.5
-# Of the time between the first and the last kernel, in which the GPU waited for launches.
+# Minimum share of the time from the first to the last kernel in which the GPU waited for launches.
 STARVED_SHARE = 0.30
-# Fewer launches are a start, with its set-up, and no steady state.
+# Minimum number of launches; fewer are mostly set-up, not a steady state.
 STEADY_LAUNCHES = 100
 # Kernels between the products of unfused attention: scale, mask, casts, dropout, copies.
 BETWEEN_PRODUCTS = 12
@@ -56,7 +56,7 @@ class Finding:
     """Something that costs time.
 
     kind: "synchronisation", "fp32 product", "unfused attention", "starvation" or "tiny grid".
-    title: one sentence with the numbers. evidence: rows, the most costly first, times in
+    title: one sentence with the numbers. evidence: rows, most expensive first, times in
     microseconds. advice: what to try.
     """
 
@@ -67,7 +67,7 @@ class Finding:
 
 
 def _synchronisations(attribution: Attribution, counts: FlopCounts) -> Finding | None:
-    """Waits of the host after which it launched more: what it waited for could have overlapped."""
+    """Host synchronisations followed by more launches, which could have overlapped the GPU work."""
     trace = attribution.trace
     start, end = program_window(trace)
     last_launch = max((trace.cpu[w.launch].start for w in trace.gpu if w.launch >= 0), default=0)
@@ -106,14 +106,14 @@ def _synchronisations(attribution: Attribution, counts: FlopCounts) -> Finding |
 
 
 def _cause(attribution: Attribution, event: CpuEvent) -> tuple[str, str, str, str]:
-    """What called a synchronisation: call, outermost op, ranges, innermost line of Python."""
+    """The origin of a synchronisation: call, outermost op, ranges, innermost line of Python."""
     ops = [e.name for e in attribution.trace.ancestors(event) if e.kind == "op"]
     ranges = "/".join(e.name for e in attribution.ranges(event))
     return event.name, ops[-1] if ops else "", ranges, python_line(attribution, event) or ""
 
 
 def _idle_after(work: Sequence[GpuEvent]) -> Callable[[int], int]:
-    """Nanoseconds from a time until the next GPU work begins; 0 while some is running.
+    """Nanoseconds from a time until the next GPU work begins; 0 while GPU work is running.
 
     `work` is sorted by start.
     """
@@ -129,10 +129,10 @@ def _idle_after(work: Sequence[GpuEvent]) -> Callable[[int], int]:
 
 
 def _starvation(attribution: Attribution, counts: FlopCounts) -> Finding | None:
-    """Gaps in which the GPU had nothing to do because the next launch had not been made yet.
+    """Gaps in which the GPU was idle because the host had not made the next launch call.
 
-    Of a gap, only the part before the launch call of the work that ended it counts, less what the
-    profiler took for itself meanwhile.
+    A gap counts only up to the launch call of the work that ended it, minus the profiler's own
+    overhead in that time.
     """
     trace = attribution.trace
     kernels = trace.kernels
@@ -170,7 +170,7 @@ def _starvation(attribution: Attribution, counts: FlopCounts) -> Finding | None:
 
 
 def _overhead_before(trace: Trace) -> Callable[[int], int]:
-    """Nanoseconds that the profiler's own work had taken at a time."""
+    """Cumulative profiler overhead up to a time, in nanoseconds."""
     starts = sorted(one.start for one in trace.overhead)
     ends = sorted(one.end for one in trace.overhead)
     begun, ended = (list(accumulate(times, initial=0)) for times in (starts, ends))
@@ -183,7 +183,7 @@ def _overhead_before(trace: Trace) -> Callable[[int], int]:
 
 
 def _unfused_attention(attribution: Attribution, counts: FlopCounts) -> Finding | None:
-    """A batched product, a softmax over its result, and a batched product with that."""
+    """Attention as separate ops: a batched product, a softmax over it, another batched product."""
     by_op: dict[int, list[GpuEvent]] = defaultdict(list)
     for kernel in attribution.trace.kernels:
         if (op := attribution.op(kernel)) is not None:
@@ -235,8 +235,8 @@ def _attention_triples(
 ) -> Iterator[tuple[CpuEvent, CpuEvent, CpuEvent]]:
     """(product, softmax, product) of ops that launched kernels, within the same ranges.
 
-    Where shapes were recorded they must fit: softmax over [.., m, n] of a product that gives
-    [b, m, n], and a product that takes it. Where not, few kernels may stand between.
+    Recorded shapes must match: the first product returns [b, m, n], the softmax takes [.., m, n],
+    and the last product takes that result. Without shapes, few kernels may run in between.
     """
     ops = [attribution.trace.cpu[i] for i in indices]
     for at, softmax in enumerate(ops):
@@ -254,7 +254,7 @@ def _attention_triples(
 
 
 def _fit(first: CpuEvent, softmax: CpuEvent, last: CpuEvent) -> bool:
-    """Whether recorded shapes allow it; True where none were recorded."""
+    """Whether the recorded shapes match; True if none were recorded."""
     if not (first.shapes and softmax.shapes and last.shapes):
         return True
     a, b = first.shapes[1:3] if first.name == "aten::baddbmm" else first.shapes[:2]
@@ -265,7 +265,7 @@ def _fit(first: CpuEvent, softmax: CpuEvent, last: CpuEvent) -> bool:
 
 
 def _fp32_products(attribution: Attribution, counts: FlopCounts) -> Finding | None:
-    """Matrix products of float32 inputs, by recorded dtypes or, without them, by kernel symbols."""
+    """Matrix products of float32 inputs, by recorded dtypes or, if there are none, by symbols."""
     groups: dict[tuple[str, str, str], list[GpuEvent]] = defaultdict(list)
     trace = attribution.trace
     for kernel in trace.kernels:
@@ -310,7 +310,7 @@ def _is_fp32_symbol(symbol: str) -> bool:
 
 
 def _tiny_grids(attribution: Attribution, counts: FlopCounts) -> Finding | None:
-    """Kernels whose blocks fill less than half of the SMs, alone on the GPU or not."""
+    """Kernels with blocks for less than half of the SMs, whether or not others ran beside them."""
     trace = attribution.trace
     sms = {d["id"]: d["numSms"] for d in trace.devices if "numSms" in d}
     groups: dict[tuple[str, int], list[GpuEvent]] = defaultdict(list)
@@ -343,7 +343,7 @@ def _tiny_grids(attribution: Attribution, counts: FlopCounts) -> Finding | None:
     )
 
 
-# In the order in which findings are shown. A new detector is a line here.
+# In display order. To add a detector, add a line here.
 Detector = Callable[[Attribution, FlopCounts], Finding | None]
 DETECTORS: list[Detector] = [
     _synchronisations,
@@ -355,9 +355,9 @@ DETECTORS: list[Detector] = [
 
 
 def detect(attribution: Attribution, counts: FlopCounts | None = None) -> list[Finding]:
-    """The findings of DETECTORS in a trace; an empty list where nothing passes a threshold.
+    """The findings of DETECTORS in a trace; an empty list if nothing passes a threshold.
 
-    `counts` are the FLOPs of the attribution's ops, counted here where they are not given.
+    `counts` are the FLOPs of the attribution's ops; by default they are counted here.
     """
     if not attribution.trace.kernels:
         return []

@@ -1,8 +1,8 @@
-"""FLOPs of ops by their recorded shapes; what they are of the card's peak is in rates.
+"""FLOPs of ops from their recorded shapes; rates.py computes the share of the card's peak.
 
-Counted are matrix products, convolutions and attention, two operations a multiply-add; attention by
-the (query, key) pairs its mask lets through, exactly. Softmax and elementwise work is not counted,
-as is usual. The rule stands beside every number, and the reason where there is no number.
+Matrix products, convolutions and attention are counted, with two operations per multiply-add.
+Attention counts exactly the (query, key) pairs that its mask keeps. Softmax and elementwise work
+is not counted, as is usual. Every number carries its rule, every missing number its reason.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ LENGTHS = "a trace does not hold the lengths of packed, padded or paged sequence
 
 @dataclass(frozen=True)
 class _Attention:
-    """Where an attention op has its arguments: positions of its schema.
+    """Positions of an attention op's arguments in its schema.
 
-    `order` is that of q's dimensions, `first` the position of q (k and v follow). Masks: `causal`
-    at a position, aligned to the bottom right or, as torch's own ops have it, to the top left;
-    `window` the position of left (right follows), `bias` a mask. `lengths`: where any of these is
-    given, shapes do not say which keys a query has (packed, padded and paged sequences).
+    `order` names q's dimensions and `first` is the position of q (k and v follow). Masks: `causal`
+    is the position of the flag, aligned to the bottom right, or to the top left in torch's own ops;
+    `window` is the position of the left bound (the right bound follows); `bias` is the position of
+    a mask tensor. `lengths`: if any of these arguments is given (packed, padded or paged
+    sequences), the shapes do not determine which keys a query sees.
     """
 
     first: int
@@ -51,7 +52,7 @@ class _Attention:
 
     @property
     def backward(self) -> bool:
-        return self.first == 1  # the gradient of the output stands before q
+        return self.first == 1  # the gradient of the output precedes q
 
 
 _SDPA = "aten::_scaled_dot_product_"
@@ -91,7 +92,7 @@ _PRODUCTS = {
 
 
 def op_work(event: CpuEvent) -> Work | str:
-    """The FLOPs of one op by its own formula, or the reason why they are not known.
+    """The FLOPs of one op by its own formula, or the reason why they are unknown.
 
     Ops that only call other ops ("aten::matmul", "aten::linear") have no formula: see FlopCounts.
     """
@@ -107,7 +108,7 @@ def op_work(event: CpuEvent) -> Work | str:
 
 
 def op_flops(event: CpuEvent) -> int | None:
-    """`op_work` as a number alone; None where it is not known."""
+    """The number of FLOPs from `op_work`; None if unknown."""
     work = op_work(event)
     return work.flops if isinstance(work, Work) else None
 
@@ -190,7 +191,7 @@ def _convolution(event: CpuEvent, shapes: Shapes) -> Work:
 
 
 def _convolution_backward(event: CpuEvent, shapes: Shapes) -> Work:
-    """Each gradient asked for is as much work as the forward pass."""
+    """Each requested gradient costs as many FLOPs as the forward pass."""
     grad, x, w = shapes[:3]
     transposed, wanted = _value(event, 7), _value(event, 10)
     points = prod((x if transposed else grad)[2:])
@@ -204,7 +205,7 @@ def _dtype(event: CpuEvent, at: int) -> str:
 
 
 def _value(event: CpuEvent, at: int, **default: Any) -> Any:
-    """A recorded scalar or list; `default` for None and for arguments this torch does not have."""
+    """A recorded scalar or list; `default` for None and for arguments missing in this torch."""
     recorded = event.concrete or ()
     text = recorded[at] if at < len(recorded) else ""
     if text == "" and default:
@@ -213,7 +214,7 @@ def _value(event: CpuEvent, at: int, **default: Any) -> Any:
 
 
 def trace_device(trace: Trace) -> tuple[Device | None, str | None]:
-    """The card a trace was made on, by its name, SM count and memory; or (None, reason)."""
+    """The card of a trace, found by name, SM count and memory; or (None, reason)."""
     kinds = {(d.get("name"), d.get("numSms"), d.get("totalGlobalMem")) for d in trace.devices}
     if len(kinds) != 1:
         return None, "the trace names no device" if not kinds else "the trace has unlike devices"
@@ -224,10 +225,10 @@ def trace_device(trace: Trace) -> tuple[Device | None, str | None]:
 class FlopCounts:
     """The FLOPs of a trace, each counted once.
 
-    `works` maps the index of an op in Trace.cpu to its Work: of nested ops that have formulas the
-    outermost, and only ops that launched kernels (what ran on the CPU, or was captured into a CUDA
-    graph, did nothing on the GPU then). `uncounted` are kernels of matrix products and attention
-    that belong to no such op: replays of graphs, plain launches, ops without a formula.
+    `works` maps the index of an op in Trace.cpu to its Work. If ops with formulas are nested, only
+    the outermost is counted, and only if it launched kernels: ops that ran on the CPU or were
+    captured into a CUDA graph did no GPU work then. `uncounted` lists matrix-product and attention
+    kernels that belong to no counted op: graph replays, plain launches, ops without a formula.
     """
 
     def __init__(self, attribution: Attribution) -> None:
@@ -268,18 +269,18 @@ class FlopCounts:
             self.uncounted.append((kernel, reason))
 
     def _containers(self, event: CpuEvent | GpuEvent) -> set[int]:
-        """What an event counts for: itself, what encloses it, and the ranges around it."""
+        """Events that include this one: itself, its enclosing events, and the ranges around it."""
         found = {event.index} if isinstance(event, CpuEvent) else set()
         found |= {other.index for other in self.trace.ancestors(event)}
         return found | {other.index for other in self._attribution.ranges(event)}
 
     def of(self, event: CpuEvent) -> int | None:
-        """FLOPs of an op, a range or a Python frame with all that is inside; None if unknown."""
+        """FLOPs inside an op, a range or a Python frame; None if unknown."""
         found = self.within([event])
         return None if isinstance(found, str) else sum(work.flops for work in found)
 
     def within(self, events: Iterable[CpuEvent]) -> list[Work] | str:
-        """The works inside any of the events, each once; or why they are not all known."""
+        """The works inside any of the events, each once; or why some are unknown."""
         events = list(events)
         missed = sorted({at for event in events for at in self._missed[event.index]})
         if missed:
@@ -290,7 +291,7 @@ class FlopCounts:
             return f"{count}, such as {short_name(kernel.name)}: {reason}"
         below = {at for event in events for at in self._inside[event.index]}
         works = [self.works[at] for at in sorted(below)]
-        # Ops inside the one that was counted have their own count, or none.
+        # Ops inside a counted op have their own count, or none.
         covered = [e for e in events if self._covered.get(e.index, -1) not in {-1, *below}]
         works += [work for e in covered if isinstance(work := op_work(e), Work)]
         return works or NO_WORK
@@ -303,30 +304,30 @@ class FlopCounts:
         device_reason: str | None = None,
         sm_clock_mhz: float | None = None,
     ) -> Rate:
-        """`rate` of what is inside the events, over the time of their kernels in nanoseconds."""
+        """`rate` of the works inside the events, over their kernels' time in nanoseconds."""
         works = self.within(events)
         if isinstance(works, str):
             return Rate(reason=works)
         return rate(works, time_ns, device, device_reason, sm_clock_mhz)
 
     def dtypes(self) -> set[str]:
-        """What was multiplied, in all."""
+        """All dtypes that were multiplied."""
         return {work.dtype for work in self.works.values()}
 
     def rules(self) -> list[str]:
-        """How FLOPs were counted, in all."""
+        """All rules by which FLOPs were counted."""
         return sorted({work.rule for work in self.works.values()})
 
 
 def _why(ops: list[CpuEvent]) -> str:
-    """Of ops around a kernel, innermost first: why none of them could be counted."""
+    """Why none of the ops around a kernel (innermost first) could be counted."""
     reasons = [reason for op in ops if isinstance(reason := op_work(op), str)]
     known = [reason for reason in reasons if not reason.startswith("no FLOP formula")]
     return (known or reasons)[0]
 
 
 def _as_run(work: Work, kernels: list[GpuEvent]) -> Work:
-    """float32 products that ran on tensor cores are TF32 products, whose peak is another."""
+    """Relabel float32 products that ran on tensor cores as TF32, which has its own peak."""
     if work.dtype == "float32" and any(uses_tensor_cores(kernel.name) for kernel in kernels):
         return Work(work.flops, "tfloat32", work.rule)
     return work

@@ -1,9 +1,9 @@
-"""What no table of a profile may say: one that cannot be true is refused before it is shown.
+"""Checks that every table must pass before it is shown.
 
-Refused are numbers below 0 or without end, shares over 100 %, a part above its whole, and sums that
-are not those of the trace. What may be true is let through: GPU work outlasts the range that
-launched it, so GPU time is held against GPU time and never against wall time; streams overlap, so
-kernel time may exceed busy time; memory is released by another op than the one that took it.
+They refuse negative or non-finite numbers, shares over 100 %, a part above its whole, and sums that
+differ from the trace. Three cases look wrong but are valid. GPU work can outlast the range that
+launched it, so GPU time is compared with GPU time, never with wall time. Streams overlap, so kernel
+time may exceed busy time. An op may release memory that another op allocated.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ SLACK_SHARE = 1e-9
 
 
 def check_operators(attribution: Attribution, table: pandas.DataFrame) -> None:
-    """Raises ProfileError for operators that cannot be true.
+    """Raises ProfileError for an operator table that contradicts the trace.
 
-    Self time sums to all kernels. Self time and the mean are at most the op's time; that, its
-    backward and its copies are at most those of the trace; CPU time is within the trace.
+    Self time sums to the time of all kernels. An op's self time and mean are at most its GPU time.
+    Its GPU, backward and copy time are at most the trace's totals. CPU time is within the trace.
     """
     trace, total = attribution.trace, attribution.total_ns / 1e3
     _sum("operators", table, "self_gpu_us", total)
@@ -48,8 +48,10 @@ def check_operators(attribution: Attribution, table: pandas.DataFrame) -> None:
 
 
 def check_kernels(attribution: Attribution, table: pandas.DataFrame) -> None:
-    """Raises ProfileError for kernels that cannot be true: their sums are those of the trace, and
-    the shortest, the mean, the longest and all of a symbol stand in this order."""
+    """Raises ProfileError for a kernel table that contradicts the trace.
+
+    The sums must match the trace, and each symbol must have min <= mean <= max <= total.
+    """
     total = attribution.total_ns / 1e3
     _sum("kernels", table, "total_us", total)
     for part, limit in (("min_us", "mean_us"), ("mean_us", "max_us"), ("max_us", "total_us")):
@@ -60,10 +62,11 @@ def check_kernels(attribution: Attribution, table: pandas.DataFrame) -> None:
 
 
 def check_stages(attribution: Attribution, table: pandas.DataFrame) -> None:
-    """Raises ProfileError for stages that cannot be true.
+    """Raises ProfileError for a stage table that contradicts the trace.
 
-    Own time sums to all kernels; own time is at most the stage's, busy and idle time at most the
-    span; all are at most those of the trace; what is inside a stage is at most the stage.
+    Self time sums to the time of all kernels. A stage's self time is at most its GPU time; its busy
+    and idle time are at most its span. Nothing exceeds the trace's totals, and the stages inside a
+    stage take at most its time.
     """
     if not len(table):
         return
@@ -84,7 +87,7 @@ def check_stages(attribution: Attribution, table: pandas.DataFrame) -> None:
 
 
 def check_copies(attribution: Attribution, table: pandas.DataFrame) -> None:
-    """Raises ProfileError for copies that cannot be true: they must be those of the trace."""
+    """Raises ProfileError for copies that differ from the trace."""
     copies = attribution.trace.copies
     _sum("copies", table, "total_us", _us(copies), "all copies")
     _sum("copies", table, "calls", len(copies), "all copies")
@@ -93,8 +96,8 @@ def check_copies(attribution: Attribution, table: pandas.DataFrame) -> None:
 
 
 def check_modules(attribution: Attribution, table: pandas.DataFrame) -> None:
-    """Raises ProfileError for modules that cannot be true: a module above the one around it, above
-    all kernels, or other than its forward and backward."""
+    """Raises ProfileError if a module takes longer than its parent or than all kernels, or if its
+    time is not the sum of its forward and backward time."""
     total = attribution.total_ns / 1e3
     _at_most("modules", table, "gpu_us", total, "all kernels")
     _at_most("modules", table, "kernels", len(attribution.trace.kernels), "all kernels")
@@ -106,7 +109,7 @@ def check_modules(attribution: Attribution, table: pandas.DataFrame) -> None:
 
 
 def check_memory(attribution: Attribution, table: pandas.DataFrame) -> None:
-    """Raises ProfileError for allocations that are not those of the trace."""
+    """Raises ProfileError for allocations that differ from the trace."""
     events = attribution.trace.memory
     _sum("memory", table, "allocations", sum(e.bytes > 0 for e in events), "all")
     _sum("memory", table, "allocated_bytes", sum(max(e.bytes, 0) for e in events), "all")
@@ -115,7 +118,7 @@ def check_memory(attribution: Attribution, table: pandas.DataFrame) -> None:
 
 
 def check_steps(attribution: Attribution, table: pandas.DataFrame) -> None:
-    """Raises ProfileError for steps whose parts are not the step, or that outlast the program."""
+    """Raises ProfileError if parts do not sum to their step, or steps outlast the program."""
     _possible("steps", table)
     parts = table[[f"{part}_us" for part in PARTS]].sum(axis=1)
     bad = table[(parts - table["wall_us"]).abs() > SLACK_US]
@@ -131,9 +134,9 @@ def check_steps(attribution: Attribution, table: pandas.DataFrame) -> None:
 
 
 def check_links(attribution: Attribution, table: pandas.DataFrame) -> None:
-    """Raises ProfileError for links that are not one for each kernel, copy and fill.
+    """Raises ProfileError unless there is exactly one link per kernel, copy and fill.
 
-    The clocks of CPU and GPU differ by a little, so `wait_us` may be below 0.
+    CPU and GPU clocks differ slightly, so `wait_us` may be below 0.
     """
     work = attribution.trace.gpu
     if len(table) != len(work):
@@ -145,7 +148,7 @@ def check_links(attribution: Attribution, table: pandas.DataFrame) -> None:
 
 
 def check_lines(attribution: Attribution, table: pandas.DataFrame) -> None:
-    """Raises ProfileError for lines of Python whose kernels are not all kernels, each once."""
+    """Raises ProfileError unless the lines of Python contain every kernel exactly once."""
     _sum("lines", table, "gpu_us", attribution.total_ns / 1e3)
     _sum("lines", table, "kernels", len(attribution.trace.kernels))
     _possible("lines", table)
@@ -160,7 +163,7 @@ def check_figures(found: Efficiency) -> None:
 
 
 def _span_us(trace: Trace) -> float:
-    """From the first event to the end of the last."""
+    """Microseconds from the start of the first event to the end of the last."""
     events: list[CpuEvent | GpuEvent] = [*trace.cpu, *trace.gpu]
     return (max(e.end for e in events) - min(e.start for e in events)) / 1e3 if events else 0.0
 
@@ -192,7 +195,7 @@ def _at_most(
 
 
 def _possible(name: str, table: pandas.DataFrame) -> None:
-    """No share over 1, and no number below 0 or without end."""
+    """Refuse shares over 1 and numbers that are negative or not finite."""
     for column in table.select_dtypes("number"):
         values = table[column]
         for at in table.index[(values < 0) | (values == float("inf"))]:
@@ -215,11 +218,11 @@ def _share_of(name: str, table: pandas.DataFrame, share: str, part: str, total: 
 def _nested(
     name: str, table: pandas.DataFrame, own: str | None = None, apart: frozenset[str] = frozenset()
 ) -> None:
-    """What is inside a row, of its own and in the rows below it, is no more than the row has.
+    """Refuse a row whose own part plus its child rows exceeds the row's total.
 
-    Rows stand depth first. Those whose path is in `apart` reach out of the row above them.
+    Rows are in depth-first order. A row whose path is in `apart` is not contained in its parent.
     """
-    last: dict[int, int] = {}  # depth -> the last row of it
+    last: dict[int, int] = {}  # depth -> the last row at that depth
     inside = defaultdict(float, enumerate(table[own]) if own else ())
     rows = table.to_dict("records")
     for at, row in enumerate(rows):
@@ -244,8 +247,8 @@ def _nested(
 
 
 def _crossing(attribution: Attribution) -> frozenset[str]:
-    """Paths with a range that is not wholly inside the one around it, or is on another thread."""
-    inside: set[int] = set()  # ranges with all around them one inside the other
+    """Paths with a range that is not wholly inside its outer range, or is on another thread."""
+    inside: set[int] = set()  # ranges that are properly nested in all ranges around them
     found = set()
     for event in attribution.trace.cpu:
         if event.kind != "range":

@@ -1,6 +1,6 @@
-"""Kernel symbols made readable, put in categories, and told apart by whether they use tensor cores.
+"""From a kernel symbol: a readable name, a category, and whether the kernel uses tensor cores.
 
-Everything here is decided by the symbol alone, so the same symbol always gives the same answer.
+Only the symbol is read, so the same symbol always gives the same result.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ CATEGORIES = (
     "GEMM", "attention", "softmax", "elementwise", "reduction", "norm", "memory", "other",
 )  # fmt: skip
 
-# Longer than this and a short name is cut; a checksum keeps cut names apart.
+# Maximum length of a short name. Longer names are cut; a checksum keeps them distinct.
 LONGEST = 72
 
 _TYPES = {
@@ -32,12 +32,12 @@ _TYPE = re.compile(rf"(?<![\w:])(?:{'|'.join(map(re.escape, _TYPES))})(?!\w)")
 
 @cache
 def short_name(symbol: str) -> str:
-    """A readable name of at most LONGEST characters that keeps what tells kernels apart.
+    """A readable name of at most LONGEST characters, distinct for different kernels.
 
-    Families with a naming scheme are spelled in words: "attnscope sm90 forward bf16 D128 M128",
+    Families with a naming scheme are written as words: "attnscope sm90 forward bf16 D128 M128",
     "FA3 forward bf16 D64 tile 192x128 causal", "efficient attention forward bf16 tile 64x128 rf
-    sm80", "elementwise add<bf16> vec8". Names that are short as they are (nvjet,
-    Triton, cuBLAS, copies) stay searchable. Other C++ functions keep their last name and template
+    sm80", "elementwise add<bf16> vec8". Names that are already short (nvjet, Triton, cuBLAS,
+    copies) are unchanged and stay searchable. Other C++ functions keep their last name and template
     arguments, without namespaces.
     """
     for pattern, shorten in _FAMILIES:
@@ -54,7 +54,7 @@ def _cut(name: str) -> str:
 
 
 def _dtype(text: str) -> str:
-    """The first type in a piece of a symbol, abbreviated; "" without one."""
+    """The first type in a piece of a symbol, abbreviated; "" if there is none."""
     found = _TYPE.search(text)
     return _TYPES[found[0]] if found else ""
 
@@ -114,13 +114,13 @@ def _fa2(symbol: str, match: re.Match[str]) -> str:
 
 
 def _fa4(symbol: str, match: re.Match[str]) -> str:
-    """CuTe's names hold the layouts of the tensors and little else: a checksum tells them apart."""
+    """CuTe's names contain little but tensor layouts: a checksum makes the short name distinct."""
     which, part = match[1].lower(), match[2].lower()
     return f"FA4 {which} {part} layouts {zlib.crc32(symbol.encode()) & 0xFFFFFFF:07x}"
 
 
 def _efficient(symbol: str, match: re.Match[str]) -> str:
-    """Tile: queries x keys. rf or gmem: where the output is summed; k64: the largest head dim."""
+    """Tile: queries x keys. rf or gmem: where the output is accumulated; k64: maximum head dim."""
     which = "forward" if match[1] == "F" else "backward"
     dtype = {"f16": "fp16", "f32": "fp32"}.get(match[2], match[2])
     aligned = "" if match[3] == "aligned" else "unaligned"
@@ -131,7 +131,7 @@ def _efficient(symbol: str, match: re.Match[str]) -> str:
 def _flags(symbol: str, before: str, names: tuple[str, ...]) -> list[str]:
     """The names of the boolean template arguments after `before` that are true.
 
-    "!name" is given where the argument is false, "" never.
+    A name "!x" is returned if the argument is false; a name "" is never returned.
     """
     found = re.search(before + r"((?:, (?:true|false))+)", symbol)
     values = found[1].split(", ")[1:] if found else []
@@ -172,11 +172,11 @@ def _multi_tensor(symbol: str, match: re.Match[str]) -> str:
 
 
 def _functor(arguments: str) -> str:
-    """What an elementwise kernel computes, with the type it loads: "mul scalar<bf16>"."""
+    """The operation of an elementwise kernel and the type it loads: "mul scalar<bf16>"."""
     scalar = " scalar" if re.match(r"[^(]*?(?:[AB]UnaryFunctor|FunctorOnSelf)", arguments) else ""
     if named := re.search(r"CUDAFunctor(?:OnSelf)?_(\w+)", arguments):
         return f"{named[1]}{scalar}<{_dtype(arguments)}>"
-    # Unary and binary functors wrap the one that says what is computed.
+    # Unary and binary functors wrap the functor that names the operation.
     if named := re.search(r"\b(?!(?:[AB]Unary|Binary)Functor)(\w+?)Functor\w*<", arguments):
         name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", named[1]).lower()
         return f"{name}{scalar}<{_dtype(arguments)}>"
@@ -191,7 +191,7 @@ def _functor(arguments: str) -> str:
 
 
 def _gemm(symbol: str, match: re.Match[str]) -> str:
-    """cuBLAS and CUTLASS names say it all between the type of kernel and the alignment."""
+    """The part of a cuBLAS or CUTLASS name between the kernel type and the alignment."""
     name = re.sub(r"_execute.*|_align[abc]?\d+|_warpsize(\d+x)*\d+", "", match[0])
     return name.replace("_tilesize", "_")
 
@@ -240,15 +240,15 @@ _FAMILIES: tuple[tuple[re.Pattern[str], Callable[[str, re.Match[str]], str]], ..
     )
 )
 
-# In this order, case ignored: the first that is found decides. A convolution is an implicit GEMM.
-# Optimizers (foreach and fused, multi_tensor_apply) are elementwise: their range tells them apart.
-# memory: what moves or fills data and computes nothing; a change of dtype is a copy. Masks (where,
-# masked_fill, triu and tril) choose between values: elementwise.
+# The first match decides; case is ignored. A convolution counts as an (implicit) GEMM. Optimizers
+# (foreach and fused, multi_tensor_apply) are elementwise; their range identifies them. memory: the
+# kernel moves or fills data without arithmetic; a dtype cast counts as a copy. Masks (where,
+# masked_fill, triu, tril) select between values, so they are elementwise.
 _CATEGORIES = tuple(
     (category, re.compile(pattern, re.IGNORECASE))
     for category, pattern in (
         ("memory", r"^mem(cpy|set)\b"),
-        # Inductor's names list all that is fused; the first part says what the kernel is.
+        # Inductor's names list every fused op; the first part gives the type of kernel.
         ("elementwise", r"^triton_poi_"),
         ("softmax", r"^triton_(red|per)_\w*softmax"),
         ("norm", r"^triton_(red|per)_\w*norm"),
@@ -290,7 +290,7 @@ _TENSOR_CORES = re.compile(
 
 @cache
 def category(symbol: str) -> str:
-    """One of CATEGORIES. Names of copies and memsets ("Memcpy DtoH ...") are taken too."""
+    """One of CATEGORIES; names of copies and memsets ("Memcpy DtoH ...") are accepted too."""
     for name, pattern in _CATEGORIES:
         if pattern.search(symbol):
             return name
@@ -299,13 +299,13 @@ def category(symbol: str) -> str:
 
 @cache
 def uses_tensor_cores(symbol: str) -> bool:
-    """Whether a kernel's matrix products run on tensor cores, as its symbol tells.
+    """Whether a kernel's matrix products run on tensor cores, according to its symbol.
 
     Counted: attention kernels written with mma or wgmma (attnscope, FlashAttention 2 to 4, cuDNN,
     memory-efficient on sm_80 and later), nvjet, cuBLAS and CUTLASS kernels that name a tensor
     instruction (tensorop, s16816, hmma, wgmma, tensor16x8x8, warpgroupsize), and Inductor's matrix
     templates. Not counted: FFMA kernels of the same families ("xmma ... ffma", "simt"), the helpers
-    around attention (combine, preprocess, conversion), and every symbol that does not tell: the
+    around attention (combine, preprocess, conversion), and every symbol that leaves it open: the
     share of tensor-core time is a lower bound.
     """
     return bool(_TENSOR_CORES.search(symbol)) and not _HELPERS.search(symbol)

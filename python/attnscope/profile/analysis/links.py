@@ -20,8 +20,8 @@ COLUMNS = (
 def python_line(attribution: Attribution, event: CpuEvent | GpuEvent) -> str | None:
     """The innermost recorded frame outside PyTorch that led to an event, "file.py(12): function".
 
-    The number is that of the line where the function begins: PyTorch's profiler records no other.
-    For backward work it is the frame of the forward op. None where stacks were not recorded.
+    The line number is where the function begins: PyTorch's profiler records no other. Backward work
+    gets the frame of its forward op. None if stacks were not recorded.
     """
     frames = [frame for frame in attribution.stack(event) if ".py(" in frame]
     own = [frame for frame in frames if not _is_library(frame)]
@@ -34,13 +34,13 @@ def _is_library(frame: str) -> bool:
 
 
 def kernel_links(attribution: Attribution) -> pandas.DataFrame:
-    """One row for each kernel, copy and fill, in order of their start; missing where unknown.
+    """One row for each kernel, copy and fill, in order of start; unknown values are missing.
 
     Columns: kernel (short name), symbol, kind ("kernel", "memcpy" or "memset"), gpu, stream,
     start_us and gpu_us (its duration), launch (the CUDA call; "cudaGraphLaunch" for a replayed
-    kernel), launch_us (when it began), wait_us (from its begin to the start on the GPU), thread,
+    kernel), launch_us (start of that call), wait_us (from there to the start on the GPU), thread,
     op (innermost), ops ("outer > inner"), forward_op (of backward work), range ("outer/inner"),
-    module, line (see `python_line`), frames (all of them, innermost last, one a line).
+    module, line (see `python_line`), frames (the whole stack, innermost last, one per line).
     """
     import pandas
 
@@ -96,9 +96,9 @@ def line_table(links: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def kernels_of_line(links: pandas.DataFrame, line: str) -> pandas.DataFrame:
-    """The rows of `kernel_links` that a line led to, by any part of a recorded frame.
+    """The rows of `kernel_links` whose stack has a frame that contains `line`.
 
-    `line` is text such as "model.py(12)" or "forward". Raises ValueError where no stack has it.
+    `line` is text such as "model.py(12)" or "forward". Raises ValueError if no stack contains it.
     """
     found = links[links["frames"].fillna("").str.contains(line, regex=False)]
     if found.empty:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from attnscope.common.hardware.devices import Device
 
 NO_WORK = "no op with a FLOP formula"
-# No card runs so far above the clock that its peak is given for.
+# No card runs this far above the clock that its peak is specified for.
 OUT_OF_REACH = 1.25
 FAR_ABOVE = "FLOPs or time cannot be right"
 ABOVE = f"{FAR_ABOVE}, or the card ran above the clock that its peak is given for"
@@ -29,10 +29,10 @@ class Work:
 class Rate:
     """FLOPs of some events over the time of their kernels.
 
-    tflops: achieved TFLOP/s. mfu: share of the dense peak of the card for the dtypes that were
-    multiplied, 0 to 1; mfu_at_clock: of the peak at the measured SM clock. rule: how FLOPs were
-    counted. peak: the dtypes and their peaks. reason: what is missing and why. A share above 1 is
-    missing, and so is a tflops that no clock of the card allows.
+    tflops: achieved TFLOP/s. mfu: share of the card's dense peak for the multiplied dtypes, 0 to 1.
+    mfu_at_clock: share of the peak at the measured SM clock. rule: how FLOPs were counted. peak:
+    the dtypes and their peaks. reason: what is missing and why. A share above 1 is dropped as
+    impossible, and so is a tflops that no clock of the card allows.
     """
 
     flops: int | None = None
@@ -53,8 +53,8 @@ def rate(
 ) -> Rate:
     """Achieved TFLOP/s and model FLOP utilisation of work that took `time_ns` nanoseconds.
 
-    `device` and `device_reason` are as `bench.devices.find_device` gives them. Work of several
-    dtypes is held against the time that the card needs for all of it at its peaks.
+    `device` and `device_reason` come from `bench.devices.find_device`. For several dtypes, the time
+    is compared with the minimum time that the card needs for all the work at its peaks.
     """
     works = list(works)
     if not works:
@@ -97,6 +97,6 @@ def rate(
 
 
 def peaks_text(device: Device, dtypes: Iterable[str]) -> str:
-    """The dense peaks of a card for dtypes, those it has none for apart."""
+    """The dense peaks of a card for dtypes; dtypes without a peak are left out."""
     known = sorted(set(dtypes) & set(device.peaks))
     return "; ".join(f"{dtype} {device.peaks[dtype]:g} TFLOP/s" for dtype in known)

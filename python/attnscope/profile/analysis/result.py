@@ -1,4 +1,4 @@
-"""`Result`: what was recorded of a region, and every table of it. Nothing in it changes."""
+"""`Result`: the recording of one region, with all its tables. A Result is immutable."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ NOT_TWICE = "it ran once; a decorated function with warmup >= 2 also runs withou
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Result:
-    """One recorded region. Each table is made, and checked, when it is first asked for.
+    """One recorded region. Each table is built and checked on first access.
 
     Attributes:
-        name: as given to `profile`.
-        source: the chrome trace as PyTorch wrote it.
-        trace: its events.
+        name: the name given to `profile`.
+        source: the chrome trace file that PyTorch wrote.
+        trace: the events of that file.
         wall_s: seconds that the region took with the profiler on, devices synchronised at both
-            ends; None for a trace that was read.
-        unprofiled_wall_s, unprofiled_reason: of the same call without the profiler, or why not.
-        sm_clock_mhz, sm_clock_reason: of the current device right after the region, or why not.
-        interrupted: what ended the region early, as text; what ran before it is here.
-        keeps: what must live as long as this object, such as the folder of `source`.
+            ends; None for a trace read from a file.
+        unprofiled_wall_s, unprofiled_reason: seconds without the profiler, or why unknown.
+        sm_clock_mhz, sm_clock_reason: SM clock of the current device after the region, or why
+            unknown.
+        interrupted: what ended the region early, as text; events up to then are recorded.
+        keeps: objects that must live as long as this one, such as the folder of `source`.
     """
 
     name: str
@@ -53,7 +54,7 @@ class Result:
     keeps: Any = field(default=None, repr=False)
     _made: dict[str, pandas.DataFrame] = field(default_factory=dict, init=False, repr=False)
 
-    # What is there
+    # Contents
 
     @cached_property
     def attribution(self) -> Attribution:
@@ -62,27 +63,27 @@ class Result:
 
     @cached_property
     def audit(self) -> Audit:
-        """What is missing."""
+        """The check for lost events."""
         return audit(self.trace)
 
     @property
     def incomplete(self) -> str | None:
-        """What is known to be missing, None when nothing is."""
+        """What is known to be missing; None if nothing is."""
         return self.audit.problem
 
     @property
     def empty(self) -> bool:
-        """Nothing was recorded: no op, no range, no GPU event."""
+        """True if no op, no range and no GPU event was recorded."""
         return not self.has_ops and not self.trace.gpu
 
     @property
     def has_ops(self) -> bool:
-        """An op or a range was recorded: there are steps."""
+        """True if an op or a range was recorded, so that there are steps."""
         return any(event.kind in ("op", "range") for event in self.trace.cpu)
 
     @cached_property
     def flop_counts(self) -> FlopCounts:
-        """FLOPs of the ops, by their shapes."""
+        """FLOPs of the ops, computed from their shapes."""
         return FlopCounts(self.attribution)
 
     @cached_property
@@ -91,12 +92,12 @@ class Result:
 
     @property
     def device(self) -> Device | None:
-        """The card, None where it is not known."""
+        """The card; None if unknown."""
         return self._device_and_reason[0]
 
     @property
     def device_reason(self) -> str | None:
-        """Why the card is not known."""
+        """Why the card is unknown."""
         return self._device_and_reason[1]
 
     # Tables
@@ -111,7 +112,7 @@ class Result:
         return self._made[name].copy()
 
     def operators(self) -> pandas.DataFrame:
-        """See tables.operator_table. Raises ProfileError as `table`; so do those below."""
+        """See tables.operator_table. Raises ProfileError like `table`, as do the methods below."""
         return self.table("operators")
 
     def kernels(self) -> pandas.DataFrame:
@@ -135,7 +136,7 @@ class Result:
         return self.table("memory")
 
     def links(self) -> pandas.DataFrame:
-        """See links.kernel_links: kernel, launch, op, line, of each piece of GPU work."""
+        """See links.kernel_links: kernel, launch, op and line of each piece of GPU work."""
         return self.table("links")
 
     def lines(self) -> pandas.DataFrame:
@@ -167,13 +168,13 @@ class Result:
         return list(self._findings)
 
     def expect(self, name: str, launches: int) -> None:
-        """Check that kernels of an op or kernel ran as often as they must have.
+        """Check how many kernels ran under an op or with a symbol.
 
         Args:
             name: part of an op's name or of a kernel's symbol.
-            launches: kernels that must have run under such an op or such a symbol.
+            launches: expected number of kernels under matching ops or with matching symbols.
 
-        Raises ProfileError for another number, saying what there is, and where nothing matches.
+        Raises ProfileError for another number, with the actual one, and if nothing matches.
         """
         hits = 0
         seen = set()

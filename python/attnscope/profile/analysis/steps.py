@@ -1,8 +1,8 @@
-"""Where the time of a step went: each instant counted once, in the first of these that happened.
+"""Where the time of a step went: each instant counts once, in the first active part.
 
-kernel, memcpy and memset on a GPU; runtime: a CUDA API call; cpu: an op of PyTorch on any thread;
-other: none of them. This is the rule of the step-time breakdown of PyTorch's TensorBoard plug-in
-(kineto/tb_plugin, "Step Time Breakdown"), without its categories for communication and DataLoader.
+The parts in order: kernel, memcpy and memset on a GPU; runtime: a CUDA API call; cpu: a PyTorch op
+on any thread; other: nothing of these. PyTorch's TensorBoard plug-in has the same rule
+(kineto/tb_plugin, "Step Time Breakdown"), with further categories for communication and DataLoader.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Step:
 def program_window(trace: Trace) -> Interval:
     """From the first op, range or GPU event (or the launch of one) to the end of the last.
 
-    A program whose steps were asked for begins with the first of these: what precedes its first op,
-    such as loading data, is of it. What the profiler does before and after is outside. Raises
-    ValueError for an empty trace.
+    If steps were requested, the program begins with the first of them, so that work before its
+    first op, such as loading data, is included. The profiler's own work before and after is
+    excluded. Raises ValueError for an empty trace.
     """
     events: list[CpuEvent | GpuEvent] = [e for e in trace.cpu if e.kind in ("op", "range")]
     events += trace.gpu
@@ -53,13 +53,17 @@ def program_window(trace: Trace) -> Interval:
 
 
 def find_steps(attribution: Attribution) -> tuple[list[Step], str]:
-    """The steps of a program and how they were told.
+    """The steps of a program and the rule that found them.
 
-    Steps are those of the optimizer, where these were asked for (`profile(steps=...)`), else the
-    profiler's own ("ProfilerStep#N", made by profiler.step()), else what begins with each
-    occurrence of the first outermost range that repeats (on one thread: of those that have such a
-    range the one that launches most, autograd's last), else the whole program. A step lasts until
-    the GPU work launched in it is done; the next one begins no earlier.
+    The first rule that applies is used:
+
+    1. optimizer steps, if they were requested (`profile(steps=...)`);
+    2. the profiler's steps ("ProfilerStep#N", made by profiler.step());
+    3. from one occurrence of a repeated outermost range to the next. The range is the first that
+       repeats on the thread that launches most; autograd's threads are the last choice;
+    4. the whole program.
+
+    A step lasts until the GPU work launched in it is done; the next step begins no earlier.
     """
     trace = attribution.trace
     begin, end = program_window(trace)
@@ -103,7 +107,7 @@ def find_steps(attribution: Attribution) -> tuple[list[Step], str]:
 
 
 def _optimizer_steps(trace: Trace, end: int) -> list[Step]:
-    """From mark to mark; what follows the last whole step is of none, unless there is no other."""
+    """Steps from mark to mark; an unfinished last step is dropped unless it is the only one."""
     times = [at for _, at in trace.steps] + [trace.steps_end or end]
     steps = [
         Step(f"step {number}", *span)
@@ -113,10 +117,12 @@ def _optimizer_steps(trace: Trace, end: int) -> list[Step]:
 
 
 def step_breakdown(attribution: Attribution) -> pandas.DataFrame:
-    """One row a step: step, first, wall_us and `<part>_us` for each of PARTS, which sum to it.
+    """One row per step: step, first, wall_us and, for each of PARTS, `<part>_us`.
 
-    attrs: "steps" is how steps were told; "setup_us" what the first step took more than the median
-    of the others, None with the reason in "setup_reason" where there are no others.
+    The parts sum to wall_us.
+
+    attrs: "steps" is the rule that found the steps. "setup_us" is the first step's time minus the
+    median of the others; without others it is None, with the reason in "setup_reason".
     """
     import pandas
 
@@ -149,17 +155,17 @@ def step_breakdown(attribution: Attribution) -> pandas.DataFrame:
 def split(
     steps: Sequence[Step], by_part: Sequence[Iterable[CpuEvent | GpuEvent]]
 ) -> list[list[int]]:
-    """Nanoseconds of each step in each part, the first part that is active taking an instant.
+    """Nanoseconds of each step in each part; each instant counts in the first active part.
 
-    Steps must be in order and apart. A last entry is what no part covers, so that the entries of a
-    step sum to its length.
+    Steps must be sorted and disjoint. The last entry is time that no part covers, so the entries of
+    a step sum to its length.
     """
     edges: list[tuple[int, int, int]] = []  # time, part, +1 or -1
     for part, events in enumerate(by_part):
         for event in events:
             if event.end > event.start:
                 edges += [(event.start, part, 1), (event.end, part, -1)]
-    # The steps' own edges cut the line there; they are of no part.
+    # Step boundaries split the intervals there; they belong to no part.
     none = len(by_part)
     for step in steps:
         edges += [(step.start, none, 0), (step.end, none, 0)]

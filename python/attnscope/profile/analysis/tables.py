@@ -1,6 +1,6 @@
 """Attribution as tables: ops, kernels, stages, copies, modules, memory. Times in microseconds.
 
-A table that cannot be true is not given out: see checks.
+invariants.py checks every table before it is shown.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ def operator_table(
     device_reason: str | None,
     sm_clock_mhz: float | None = None,
 ) -> pandas.DataFrame:
-    """One row for each op name, longest GPU time first, and last, always, what no op owns.
+    """One row for each op name, longest GPU time first. Rows for work without an op come last.
 
-    Columns: name, calls (launches, in the rows of what no op owns), cpu_us, self_cpu_us, gpu_us
-    (kernels of the op and of the ops in it), self_gpu_us (kernels it launched itself), kernels (as
-    gpu_us), gpu_mean_us (of a call), gpu_share (of all kernels), copy_us (copies and fills, in no
-    other column), backward_gpu_us (kernels of its backward), and those of SPEED. Two rows may be
-    the same time seen at two depths; only self_gpu_us may be summed.
+    Columns: name, calls (launches, in the rows without an op), cpu_us, self_cpu_us, gpu_us (kernels
+    of the op and of ops inside it), self_gpu_us (kernels it launched itself), kernels (number of
+    kernels in gpu_us), gpu_mean_us (per call), gpu_share (of all kernels), copy_us (copies and
+    fills, in no other column), backward_gpu_us (kernels of its backward), and the SPEED columns.
+    Two rows may count the same time at two depths; only self_gpu_us may be summed.
     """
     trace, rows = attribution.trace, Rows()
     outer = op_parents(trace)
-    rows[NO_OP]  # there even when it is empty
+    rows[NO_OP]  # create the row even if it stays empty
     until: Counter[int] = Counter()  # where the ops inside each op, so far, end
     for event in trace.cpu:
         if event.kind == "op":
@@ -96,7 +96,7 @@ def kernel_table(attribution: Attribution) -> pandas.DataFrame:
     """One row for each kernel symbol, longest first.
 
     Columns: kernel (short name), symbol, calls, total_us, mean_us, min_us, max_us, share, op and
-    range (that launched it; with several of them, those of the longest time first).
+    range (the ops and ranges that launched it, longest time first).
     """
     from attnscope.profile.analysis.kernel_names import short_name
 
@@ -141,10 +141,10 @@ def stage_table(
     """One row for each path of named ranges, in the order in which they were first entered.
 
     Columns: range, path ("forward/attention"), depth, calls, wall_us (on the CPU), gpu_us (kernels
-    inside, nested ranges too), gpu_self_us (kernels with no narrower range), gpu_busy_us (some
-    kernel, copy or fill of the range ran: a union, so streams do not add up), gpu_span_us (from the
-    first to the last of them, call by call), idle_us (span less busy in it), kernels, and those of
-    SPEED, over gpu_busy_us. A last row has the kernels in no range.
+    inside, nested ranges included), gpu_self_us (kernels in no nested range), gpu_busy_us (time in
+    which any kernel, copy or fill of the range ran: a union, so streams do not add up), gpu_span_us
+    (from the first to the last of them, summed over calls), idle_us (span minus busy time in it),
+    kernels, and the SPEED columns, over gpu_busy_us. The last row has the kernels in no range.
     """
     trace = attribution.trace
     stages: dict[tuple[str, ...], Stage] = {}
@@ -158,7 +158,7 @@ def stage_table(
     outside = Stage((NO_RANGE,))
     for work in trace.gpu:
         around = attribution.ranges(work)
-        # Ranges that cross may be of one path: the work counts once, for the outermost.
+        # Overlapping ranges may share a path: the work counts once, for the outermost.
         for path, one in {by_range[one.index].path: one for one in reversed(around)}.items():
             stages[path].work[one.index].append(work)
         if work.kind == "kernel":
@@ -206,9 +206,9 @@ def copies_table(attribution: Attribution) -> pandas.DataFrame:
 
 
 def module_table(attribution: Attribution) -> pandas.DataFrame:
-    """GPU time of nn.Modules, those inside included; backward is credited to the forward's module.
+    """GPU time of nn.Modules, submodules included; backward counts for the forward's module.
 
-    Columns: module (path), depth, gpu_us, forward_gpu_us, backward_gpu_us, kernels. Empty where
+    Columns: module (path), depth, gpu_us, forward_gpu_us, backward_gpu_us, kernels. Empty if
     modules were not recorded.
     """
     forward: Counter[tuple[str, ...]] = Counter()
@@ -237,7 +237,7 @@ def module_table(attribution: Attribution) -> pandas.DataFrame:
 
 
 def memory_table(attribution: Attribution) -> pandas.DataFrame:
-    """Allocations by the innermost op that made them, on each device; empty where not recorded.
+    """Allocations by the innermost op that made them, on each device; empty if not recorded.
 
     Columns: op, device ("cpu" or "cuda:N"), allocations, allocated_bytes, released_bytes.
     """
@@ -256,8 +256,11 @@ def memory_table(attribution: Attribution) -> pandas.DataFrame:
 
 
 def allocation_table(attribution: Attribution) -> pandas.DataFrame:
-    """Each allocation and release in order: time_us, op, device ("cpu" or "cuda:N"), bytes (less
-    than 0 for a release), allocated_bytes and reserved_bytes (in all, after it)."""
+    """Each allocation and release in order.
+
+    Columns: time_us, op, device ("cpu" or "cuda:N"), bytes (negative for a release),
+    allocated_bytes and reserved_bytes (totals after it).
+    """
     rows = []
     for one in attribution.trace.memory:
         op = attribution.op_at(one.thread, one.time)
@@ -272,7 +275,7 @@ def allocation_table(attribution: Attribution) -> pandas.DataFrame:
 
 
 def speed(rate: Rate) -> dict[str, float | str | None]:
-    """A rate as the columns SPEED."""
+    """A rate as the SPEED columns."""
     return {
         "flops": rate.flops,
         "tflops": rate.tflops,
@@ -285,7 +288,7 @@ def speed(rate: Rate) -> dict[str, float | str | None]:
 
 
 def op_parents(trace: Trace) -> list[int]:
-    """For each CPU event, the index of the nearest op around it, -1 for none."""
+    """For each CPU event, the index of the nearest enclosing op, -1 for none."""
     outer: list[int] = []
     for event in trace.cpu:
         at = event.parent
@@ -294,13 +297,13 @@ def op_parents(trace: Trace) -> list[int]:
 
 
 def owner_name(attribution: Attribution, work: GpuEvent) -> str:
-    """The op that launched GPU work, or the row it stands in without one."""
+    """The op that launched GPU work, or the row for work without an op."""
     op = attribution.op(work)
     return op.name if op else REPLAY if attribution.replay(work) else NO_OP
 
 
 def depth_first(paths: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Paths with those inside each right after it, siblings in the order given."""
+    """Paths in depth-first order; siblings keep the given order."""
     rank: dict[tuple[str, ...], int] = {}
     found = list(paths)
     for path in found:
@@ -318,7 +321,7 @@ def _longest_first(times: Counter[str]) -> str:
 
 
 def _names(trace: Trace, outer: Sequence[int], at: int) -> set[str]:
-    """The names of an op and of the ops around it; an op in one of its own name counts once."""
+    """The names of an op and of its enclosing ops; nested ops of one name count once."""
     names = set()
     while at >= 0:
         names.add(trace.cpu[at].name)

@@ -1,4 +1,4 @@
-"""Kernel time as a tree: ranges, in them ops, in them kernels; calls of one path are one node."""
+"""Kernel time as a tree: ranges contain ops, ops contain kernels; one node per path."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attnscope.profile.attribution.owners import Attribution
 from attnscope.profile.errors import ProfileError
 from attnscope.profile.trace.events import GpuEvent
 
-SMALLEST = 1 / 3000  # of all kernel time; smaller nodes of one parent are put together
+SMALLEST = 1 / 3000  # share of all kernel time; smaller nodes of one parent are merged
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Node:
         self.kernels += 1
 
     def prune(self, least_ns: float) -> None:
-        """Put children below `least_ns` into one node; no time is lost."""
+        """Merge children below `least_ns` into one node; no time is lost."""
         small = [key for key, node in self.children.items() if node.ns < least_ns]
         if len(small) > 1:
             gone = [self.children.pop(key) for key in small]
@@ -56,9 +56,9 @@ class Node:
 
 
 def icicle(attribution: Attribution) -> Node:
-    """The tree of all kernels, copies and fills left out.
+    """The tree of all kernels, without copies and fills.
 
-    Raises ProfileError where children of a node take longer than the node.
+    Raises ProfileError if the children of a node take longer than the node.
     """
     root = Node("all kernels", "all")
     for kernel in attribution.trace.kernels:
@@ -79,7 +79,7 @@ def _path(attribution: Attribution, kernel: GpuEvent) -> list[tuple[str, str]]:
     op = attribution.op(kernel)
     around = [op, *attribution.trace.ancestors(op)] if op else []
     names = [event.name for event in reversed(around) if event.kind == "op"]
-    # The engine's own event says no more than the op that it runs.
+    # The engine's own event adds nothing to the op that it runs.
     names = [n.removeprefix(ENGINE) for n in names if not n.startswith(ENGINE) or n == names[-1]]
     ops = [("op", name) for name in names or [owner_name(attribution, kernel)]]
     return [*stages, *ops, ("kernel", short_name(kernel.name))]

@@ -1,4 +1,4 @@
-"""Was anything lost: every launch call of the window must have started work that the trace has."""
+"""The check for lost events: every launch call of the window must have GPU work in the trace."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ LAUNCH = re.compile(r"c(uda|u)(Launch(Cooperative)?Kernel|GraphLaunch)")
 
 @dataclass
 class Audit:
-    """What launch calls and GPU work say about each other.
+    """The match between launch calls and GPU work.
 
     Attributes:
         launches: launch calls that must have started work.
-        captured: launch calls that went into a CUDA graph instead of running.
-        lost: those of `launches` without a kernel, copy or fill in the trace.
-        orphans: kernels without a launch call in the trace. They are counted, but own no op.
-        sentinels: kernels found in the sentinel at each end; empty where there were none.
+        captured: launch calls captured into a CUDA graph instead of run.
+        lost: the calls in `launches` without a kernel, copy or fill in the trace.
+        orphans: kernels without a launch call in the trace. They are counted, but no op owns them.
+        sentinels: kernels found in the sentinel at each end; empty if there were no sentinels.
     """
 
     launches: int = 0
@@ -32,7 +32,7 @@ class Audit:
 
     @property
     def problem(self) -> str | None:
-        """What is missing and the likely cause, None where all is there."""
+        """What is missing and the likely cause; None if nothing is missing."""
         if self.sentinels and not any(self.sentinels) and not self.launches:
             return (
                 "no kernel was recorded, not even those of the sentinels: CUPTI gave no GPU events "
@@ -59,20 +59,20 @@ def audit(trace: Trace) -> Audit:
     """Join launch calls and GPU work of a trace, both ways."""
     found = Audit(sentinels=list(trace.sentinels))
     started = {work.launch for work in trace.gpu}
-    capturing: Counter[int] = Counter()  # by thread; of any, since backward is captured elsewhere
+    capturing: Counter[int] = Counter()  # open captures by thread
     for event in trace.cpu:
         if event.kind != "call":
             continue
         if event.name.startswith(BEGIN_CAPTURE):
             capturing[event.thread] += 1
         elif event.name.startswith(END_CAPTURE):
-            if capturing:  # one of this thread first: it may end on another than it began
+            if capturing:  # this thread's first; a capture may end on another thread
                 capturing -= Counter([event.thread if capturing[event.thread] else min(capturing)])
         elif LAUNCH.match(event.name):
             if event.index in started:
                 found.launches += 1
             elif capturing:
-                # Of any thread: backward is captured from autograd's.
+                # A capture on any thread counts: backward is captured from autograd's threads.
                 found.captured += 1
             else:
                 found.launches += 1

@@ -6,8 +6,8 @@ On a GPU the engine runs backward ops on a thread of its own while the caller wa
     thread 9                           [evaluate_function: MulBackward0 #5][Accumulate]
                                         launch, launch, ...
 
-The work of thread 9 is inside "step" as well, and belongs to "mul": both carry the sequence number
-5, and the backward op names the thread of its forward.
+The work of thread 9 is also inside "step", and belongs to "mul": both ops have the sequence number
+5, and the backward op records the thread of its forward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import cached_property
 from attnscope.profile.trace.events import CpuEvent, Trace
 
 ENGINE = "autograd::engine::evaluate_function: "
-# In the Python frames that wait in backward().
+# Parts of the names of Python frames that wait in backward().
 ENGINE_CALLS = ("run_backward of torch._C._EngineBase", "): _engine_run_backward")
 
 
@@ -30,7 +30,7 @@ class Backward:
     Args:
         trace: the events.
         by_thread: the CPU events of each thread.
-        open_at: what a thread was in at a time, innermost first.
+        open_at: returns the events open on a thread at a time, innermost first.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class Backward:
     def caller(self, event: CpuEvent) -> int | None:
         """The thread that waits in backward() for an event of an autograd thread, else None.
 
-        Where stacks were recorded, a thread waits if its Python frames are in a call of the engine.
-        Otherwise any thread without frames could. Of these it is the thread of the forward op, or
-        the only one; of several others none is guessed.
+        If stacks were recorded, candidates are threads whose Python frames are in a call of the
+        engine. Otherwise they are all threads without frames. The forward op's thread is preferred,
+        then a single candidate; with several candidates the result is None.
         """
         if event.thread not in self.autograd_threads:
             return None
@@ -67,19 +67,22 @@ class Backward:
         return could[0] if len(could) == 1 else None
 
     def _waits(self, thread: int, start: int, end: int) -> bool:
-        """Could a thread have waited in backward() meanwhile: it goes on after it, and began no op
-        but those that the engine runs on the calling thread, for the CPU's part of a graph."""
+        """Whether a thread can have waited in backward() from `start` to `end`.
+
+        It must have events after `end`, and must not have begun an op in between. Ops that the
+        engine runs on the calling thread, for the CPU part of a graph, are ignored.
+        """
         own = self._own_ops.get(thread, [])
         return self._last[thread] >= end and bisect_left(own, start) == bisect_left(own, end)
 
     @cached_property
     def _last(self) -> dict[int, int]:
-        """When the last event of a thread ended."""
+        """Thread -> end of its last event."""
         return {t: max(e.end for e in events) for t, events in self._by_thread.items()}
 
     @cached_property
     def _outermost(self) -> list[int]:
-        """For each CPU event, the index of the outermost op around it or of itself, -1 for none."""
+        """For each CPU event, the index of its outermost op (perhaps itself), -1 for none."""
         outer: list[int] = []
         for event in self.trace.cpu:
             above = outer[event.parent] if event.parent >= 0 else -1
@@ -88,8 +91,10 @@ class Backward:
 
     @cached_property
     def _own_ops(self) -> dict[int, list[int]]:
-        """Of threads that are not autograd's and have ops or ranges: when their ops began, those
-        inside backward ops of the engine apart."""
+        """Thread -> start times of its ops, without ops inside the engine's backward ops.
+
+        Contains every thread with ops or ranges that is not one of autograd's.
+        """
         starts: dict[int, list[int]] = {}
         for event in self.trace.cpu:
             if event.kind in ("op", "range") and event.thread not in self.autograd_threads:
@@ -100,7 +105,7 @@ class Backward:
 
     @cached_property
     def _in_engine(self) -> list[bool]:
-        """For each CPU event, is it a backward op of the engine or inside one."""
+        """For each CPU event, whether it is a backward op of the engine or inside one."""
         found: list[bool] = []
         for event in self.trace.cpu:
             found.append(_is_engine(event) or event.parent >= 0 and found[event.parent])
@@ -110,8 +115,8 @@ class Backward:
     def autograd_threads(self) -> set[int]:
         """Threads that the engine runs backward on while another thread waits.
 
-        Such a thread begins with a backward op that nothing called. What it runs outside them is
-        the end of a backward pass (of DDP, FSDP), without gradients, so without sequence numbers.
+        Such a thread begins with a backward op that has no caller. Its other ops are the end of a
+        backward pass (DDP, FSDP); they need no gradients, so they have no sequence numbers.
         """
         first: dict[int, CpuEvent] = {}
         at_work = set()
@@ -127,12 +132,11 @@ class Backward:
 
     @cached_property
     def _origins(self) -> dict[int, tuple[int, int]]:
-        """Outermost ops of autograd threads -> thread of their forward, and since when it must
-        have waited.
+        """Outermost op of an autograd thread -> thread of its forward, and start of its wait.
 
-        A backward op without a forward op (AccumulateGrad) runs right after the one that feeds it,
-        and has its thread. A forward that ran inside backward (double backward) has the thread of
-        that backward.
+        A backward op without a forward op (AccumulateGrad) runs right after the op whose gradient
+        it takes, and gets the same thread. A forward that ran inside backward (double backward)
+        gets the thread of that backward.
         """
         found: dict[int, tuple[int, int]] = {}
         before: dict[int, tuple[int, int]] = {}
@@ -154,8 +158,10 @@ class Backward:
 
     @cached_property
     def _forwards(self) -> dict[tuple[int, int], CpuEvent]:
-        """(thread, sequence number) -> forward op. The number is that of the next autograd node,
-        so the last op that carries it is the one that made the node."""
+        """(thread, sequence number) -> forward op.
+
+        Ops carry the number of the next autograd node, so the last op with a number made the node.
+        """
         found = {}
         for event in self.trace.cpu:
             if event.kind == "op" and event.sequence >= 0 and not event.forward_thread:
@@ -164,8 +170,10 @@ class Backward:
 
     @cached_property
     def _forward_threads(self) -> dict[int, int]:
-        """The profiler's number of a forward thread -> thread: by the profiler's arrows from
-        forward to backward, else by shared sequence numbers, where only one thread has the most.
+        """The profiler's number of a forward thread -> thread.
+
+        Found by the profiler's arrows from forward to backward. Without arrows, the thread that
+        shares most sequence numbers is taken, unless two threads share equally many.
         """
         arrows: dict[int, Counter[int]] = defaultdict(Counter)
         wanted: dict[int, set[int]] = defaultdict(set)
@@ -183,8 +191,10 @@ class Backward:
         return threads
 
     def forward_op(self, event: CpuEvent) -> CpuEvent | None:
-        """The forward op that a backward op, or an op inside one, belongs to; None for others and
-        where the forward ran outside the window."""
+        """The forward op of a backward op or of an op inside one.
+
+        None for other events, and if the forward ran outside the window.
+        """
         for around in (event, *self.trace.ancestors(event)):
             if around.forward_thread and around.sequence >= 0:
                 thread = self._forward_threads.get(around.forward_thread)

@@ -1,8 +1,8 @@
 """Who owns GPU time: kernels joined to ops, ranges, modules and Python lines, each counted once.
 
-The join is launch call -> innermost op open on its thread, by CUPTI's correlation id and time; the
-external id that the profiler wrote on the kernel is the cross-check. `key_averages()` plays no
-part.
+A kernel is joined to its launch call by CUPTI's correlation id, and the call to the innermost op
+open on its thread at that time. The external id that the profiler wrote on the kernel is the
+cross-check. `key_averages()` is not used.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Attribution:
     def op(self, work: GpuEvent) -> CpuEvent | None:
         """The innermost op that launched GPU work, None for work outside every op.
 
-        The external id wins where it names an op of the launching thread: it was on CUPTI's stack
-        at the launch, while times come from two clocks.
+        An external id that names an op of the launching thread takes precedence: it was on CUPTI's
+        stack at the launch, while times come from two clocks.
         """
         named = self._ops.get(work.external_id)
         if named and (work.launch < 0 or self.trace.cpu[work.launch].thread == named.thread):
@@ -48,28 +48,28 @@ class Attribution:
         return next((e for e in self.trace.ancestors(work) if e.kind == "op"), None)
 
     def op_at(self, thread: int, time: int) -> CpuEvent | None:
-        """The innermost op that a thread was in at a time."""
+        """The innermost op open on a thread at a time."""
         return next((e for e in self._open_at(thread, time) if e.kind == "op"), None)
 
     def _last_at(self, thread: int, time: int) -> CpuEvent | None:
-        """The last event that a thread had begun at a time."""
+        """The last event that a thread began up to a time."""
         at = bisect_right(self._starts.get(thread, []), time) - 1
         return self._by_thread[thread][at] if at >= 0 else None
 
     def _open_at(self, thread: int, time: int) -> list[CpuEvent]:
-        """What a thread was in at a time, innermost first."""
+        """The events open on a thread at a time, innermost first."""
         last = self._last_at(thread, time)
         return [e for e in (last, *self.trace.ancestors(last)) if e.end > time] if last else []
 
     @cached_property
     def disagreements(self) -> list[GpuEvent]:
-        """Kernels whose launch lies, by time, in another op than their external id says."""
+        """Kernels whose launch time falls in a different op than their external id names."""
         return [
             k for k in self.trace.kernels if k.launch >= 0 and self.op(k) is not self._op_by_time(k)
         ]
 
     def replay(self, work: GpuEvent) -> CpuEvent | None:
-        """The call that replayed the CUDA graph which GPU work belongs to, None outside graphs."""
+        """The call that replayed the CUDA graph of GPU work; None for work outside graphs."""
         if work.launch < 0:
             return None
         launch = self.trace.cpu[work.launch]
@@ -80,8 +80,8 @@ class Attribution:
     def ranges(self, event: CpuEvent | GpuEvent) -> tuple[CpuEvent, ...]:
         """The ranges around an event (around the launch, for GPU work), outermost first.
 
-        Work of autograd's threads is also inside the ranges that were open, meanwhile, on the
-        thread that called backward.
+        Work of autograd's threads is also inside the ranges open on the thread that called
+        backward.
         """
         if isinstance(event, GpuEvent):
             op = self.op(event)
@@ -113,24 +113,26 @@ class Attribution:
         return self._backward.autograd_threads
 
     def forward_op(self, event: CpuEvent) -> CpuEvent | None:
-        """The forward op that a backward op, or an op inside one, belongs to; None for others and
-        where the forward ran outside the window."""
+        """The forward op of a backward op or of an op inside one.
+
+        None for other events, and if the forward ran outside the window.
+        """
         return self._backward.forward_op(event)
 
     # Python
 
     def module(self, event: CpuEvent | GpuEvent) -> tuple[str, ...]:
-        """The nn.Modules around an event, outermost first, of the forward op for backward work.
+        """The nn.Modules around an event, outermost first.
 
-        Empty where modules were not recorded.
+        Backward work gets the modules of its forward op. Empty if modules were not recorded.
         """
         frames = self._frames(event)
         return tuple(f.removeprefix(MODULE) for f in frames if f.startswith(MODULE))
 
     def stack(self, event: CpuEvent | GpuEvent) -> tuple[str, ...]:
-        """The Python frames around an event, innermost last, of the forward op for backward work.
+        """The Python frames around an event, innermost last.
 
-        Empty where stacks were not recorded.
+        Backward work gets the frames of its forward op. Empty if stacks were not recorded.
         """
         return tuple(f for f in self._frames(event) if not f.startswith(MODULE))
 
@@ -144,7 +146,7 @@ class Attribution:
         around = (event, *self.trace.ancestors(forward or event))
         return tuple(e.name for e in reversed(around) if e.kind == "python")
 
-    # Sums over kernels; copies are apart
+    # Sums over kernels, without copies
 
     @cached_property
     def total_ns(self) -> int:
@@ -168,12 +170,12 @@ class Attribution:
 
     @property
     def share(self) -> float | None:
-        """owned_ns of total_ns; None where no kernel ran."""
+        """owned_ns / total_ns; None if no kernel ran."""
         return self.owned_ns / self.total_ns if self.total_ns else None
 
 
 def busy_ns(events: Iterable[CpuEvent | GpuEvent]) -> int:
-    """Nanoseconds in which at least one of the events ran: the union, whatever overlaps."""
+    """Nanoseconds in which at least one of the events ran: overlaps count once."""
     busy, until = 0, -1
     for start, end in sorted((e.start, e.end) for e in events):
         busy += max(0, end - max(start, until))
@@ -182,9 +184,9 @@ def busy_ns(events: Iterable[CpuEvent | GpuEvent]) -> int:
 
 
 def _open_ranges(events: list[CpuEvent]) -> list[tuple[int, ...]]:
-    """For each event, the indices of the ranges open on its thread when it began, itself apart.
+    """For each event, the indices of the other ranges open on its thread when it began.
 
-    Not the chain of parents: ranges may overlap without one being inside the other.
+    This is not the chain of parents: ranges may overlap without nesting.
     """
     now: dict[int, tuple[int, ...]] = {}
     around = []

@@ -1,8 +1,9 @@
-"""Whether this process runs under another tool that uses CUPTI, which PyTorch's profiler must not
-meet: the two lose events of each other, or fail.
+"""Detects that this process runs under another tool that uses CUPTI.
 
-Told by what the tools put into the environment of their target. None of it is documented; names as
-set by Nsight Systems and Nsight Compute 2022 to 2026 and by compute-sanitizer.
+PyTorch's profiler must not run beside such a tool: they lose each other's events, or fail. The
+tools are detected by environment variables that they set for their target. The variables are
+undocumented; the names are from Nsight Systems and Nsight Compute 2022 to 2026 and
+compute-sanitizer.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-# tool, variables that it sets (any that begins so), libraries that it injects.
+# Tool, prefixes of the variables that it sets, libraries that it injects.
 _TOOLS = (
     ("compute-sanitizer", ("NV_SANITIZER_",), ("libsanitizer-collection",)),
     ("nsys", ("NSYS_PROFILING_SESSION_ID",), ("libToolsInjection",)),
@@ -24,10 +25,10 @@ _INJECTION = ("LD_PRELOAD", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH")
 
 
 def attached_tool(environment: Mapping[str, str] | None = None) -> tuple[str, str] | None:
-    """The tool that started this process and how it was told; None without one.
+    """The tool that started this process and how it was detected; None if there is none.
 
-    Variables that a user sets for a tool (NSYS_NVTX_PROFILER_REGISTER_ONLY) say nothing. A CUDA
-    injection library of no known tool is "a CUDA injection".
+    Variables that users set for a tool (NSYS_NVTX_PROFILER_REGISTER_ONLY) are ignored. An unknown
+    CUDA injection library is reported as "a CUDA injection".
     """
     found = os.environ if environment is None else environment
     for tool, names, libraries in _TOOLS:

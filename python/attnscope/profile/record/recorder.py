@@ -1,4 +1,4 @@
-"""One recording by PyTorch's profiler, with sentinels at both ends so that a loss is seen."""
+"""One recording by PyTorch's profiler, with sentinels at both ends to detect lost events."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _running = threading.Lock()
 
 @dataclass(frozen=True)
 class Options:
-    """What is recorded beside ops and kernels: shapes, Python frames and modules, allocations."""
+    """What to record besides ops and kernels: shapes, Python frames and modules, allocations."""
 
     shapes: bool = True
     stacks: bool = False
@@ -51,7 +51,7 @@ class Recorder:
         self.torch_profiler: Any = None  # PyTorch's own, once started
 
     def start(self) -> None:
-        """Begin. Raises ProfileError under another tool, or where a profiler is running."""
+        """Begin. Raises ProfileError under another tool, or if a profiler is already running."""
         import torch
 
         cuda = torch.cuda.is_available()
@@ -85,9 +85,9 @@ class Recorder:
             self._began = time.perf_counter()
 
     def stop(self, **facts: Any) -> Profile:
-        """End, and read what was recorded; `facts` are further attributes of the Profile.
+        """End, and read the recording; `facts` are further attributes of the Profile.
 
-        Raises ProfileError where the record cannot be had.
+        Raises ProfileError if the recording cannot be read.
         """
         import torch
 
@@ -100,7 +100,7 @@ class Recorder:
             _sentinel(self._cuda)
             clock = self._nvml.read().get("sm_clock_mhz")
             why = None if clock else self._nvml.reason or "NVML does not report the SM clock"
-            if not self._stop_torch():  # a profiler that began and ended inside took the events
+            if not self._stop_torch():  # another profiler inside took the events
                 raise ProfileError(SECOND)
             folder = tempfile.TemporaryDirectory(
                 prefix="attnscope-profile-", ignore_cleanup_errors=True
@@ -120,9 +120,9 @@ class Recorder:
         self._opened.close()
 
     def _stop_torch(self) -> bool:
-        """End PyTorch's profiler if it still records; False where it does not.
+        """End PyTorch's profiler if it is still recording; False if it is not.
 
-        Asking one for events that it has lost ends the process.
+        Requesting the events of a profiler that has lost them would end the process.
         """
         import torch
 
@@ -139,7 +139,7 @@ def synchronize() -> None:
 
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         for device in range(torch.cuda.device_count()):
-            # Asking an unused device would make a context on it.
+            # Synchronising an unused device would create a context on it.
             if torch._C._cuda_hasPrimaryContext(device):  # type: ignore[attr-defined]
                 torch.cuda.synchronize(device)
 
@@ -149,15 +149,15 @@ def _torch_profiler(cuda: bool, options: Options) -> Any:
     from torch.profiler import ProfilerActivity
 
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it reports its start and end on stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it logs its start and end to stderr
     return torch.profiler.profile(
         activities=activities,
         record_shapes=options.shapes,
         with_stack=options.stacks,
         with_modules=options.stacks,
         profile_memory=options.memory,
-        # Ops of every thread own their kernels, not only those of the thread that records. PyTorch
-        # records allocations in the other mode only.
+        # Record the ops of every thread, not only of the recording thread. PyTorch records
+        # allocations in the other mode only.
         experimental_config=torch._C._profiler._ExperimentalConfig(
             profile_all_threads=not options.memory
         ),
@@ -166,7 +166,7 @@ def _torch_profiler(cuda: bool, options: Options) -> Any:
 
 @functools.cache
 def _first_start() -> None:
-    """The first session of a process starts CUPTI, which takes long and loses events."""
+    """Run an empty session: the first of a process starts CUPTI, which is slow and loses events."""
     import torch
 
     torch.cuda.init()
@@ -177,21 +177,21 @@ def _first_start() -> None:
 
 
 def _sentinel(cuda: bool) -> None:
-    """A few kernels that are waited for; more than one, so that losing the first shows nothing."""
+    """Launch several kernels and wait for each, so that losing only the first is not reported."""
     import torch
 
     if not cuda:
         return
     with torch.profiler.record_function(SENTINEL):
         for _ in range(SENTINEL_KERNELS):
-            # Past the dispatcher: no row of PyTorch's own table has its time.
+            # Bypasses the dispatcher, so no row of PyTorch's own table includes its time.
             torch.cuda._sleep(1)
             torch.cuda.synchronize()
 
 
 @contextmanager
 def _collector_off() -> Iterator[None]:
-    """No garbage collection meanwhile: with Python frames recorded it is slow, and is in them."""
+    """Disable garbage collection: with Python frames recorded it is slow, and appears in them."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""`profile(...)`: record a region with PyTorch's profiler so that what is missing cannot hide."""
+"""`profile(...)`: record a region with PyTorch's profiler and detect lost events."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from attnscope.profile.record.step_window import StepWindow
 class profile:
     """Record a region: `with profile() as region: ...`, or decorate a function with `@profile()`.
 
-    The region's `profile` is there once it has ended. Of a decorated function every call is
-    recorded: after `warmup` calls that are not, and again, at most `retries` times, where events
-    were lost; the last record is the function's attribute `profile`.
+    The region's `profile` is available after the region's end. A decorated function is recorded on
+    every call, after `warmup` unrecorded runs of it. If events were lost, it runs and is recorded
+    again, at most `retries` times. The last recording is the function's attribute `profile`.
 
     Args:
         name: a title.
         warmup: unrecorded calls of a decorated function; the last of two or more is timed.
-        retries: further calls of a decorated function when events were lost.
-        steps: record only these steps of the region, such as range(10, 13): a step ends where the
-            first optimizer (torch.optim) that steps has stepped, step 0 begins with the region. The
-            optimizer must step on the region's thread, outside backward(). The wall time of as many
-            steps just before them, the first step not among those, is the unprofiled one.
-        after_steps: called once `steps` are recorded, where the optimizer has stepped.
-        shapes: record the shapes that FLOPs are counted from. Costs about a microsecond an op.
+        retries: further calls of a decorated function if events were lost.
+        steps: record only these steps of the region, such as range(10, 13). Step 0 begins with the
+            region. A step ends when the first optimizer (torch.optim) that is used has stepped. The
+            optimizer must step on the region's thread, outside backward(). The unprofiled wall time
+            is measured over as many steps just before them, without step 0.
+        after_steps: called once `steps` are recorded, right after the optimizer has stepped.
+        shapes: record the shapes that FLOPs are counted from. Costs about a microsecond per op.
         stacks: record Python frames and nn.Modules. Slows Python down several times; the trace
             grows two to ten times.
-        memory: record each allocation. The trace grows by about a third, and of threads that the
-            program started itself no ops are recorded: their kernels then have no owner.
+        memory: record each allocation. The trace grows by about a third. Ops on threads that the
+            program started itself are not recorded: their kernels then have no owner.
 
     Raises ProfileError when the region ends and launches have no kernel (its profile is there,
     marked incomplete), when a profiler is running already, under nsys, ncu or compute-sanitizer,
@@ -67,7 +67,7 @@ class profile:
         self.steps, self.after_steps = steps, after_steps
         self.options = Options(shapes, stacks, memory)
         self._region: Region | None = None
-        # Of a decorated function's calls: what they took unprofiled, and why that is not known.
+        # For a decorated function: the unprofiled time of a call, or why it is unknown.
         self._unprofiled: dict[str, Any] = {}
 
     def __enter__(self) -> Region:
@@ -96,7 +96,7 @@ class profile:
         try:
             region.end(self._finish(cause))
         except Exception as failure:
-            # The region's own error comes first, and may be why there is no record.
+            # The region's own error comes first; it may be the cause.
             region.fail(f"{cause}; and nothing was kept: {failure}" if cause else str(failure))
             if error is None:
                 raise
@@ -129,7 +129,7 @@ class profile:
                     after_steps=self.after_steps,
                     **vars(self.options),
                 )
-                if self.steps is None:  # else the steps before those recorded are timed
+                if self.steps is None:  # with steps, the steps before them are timed instead
                     again._unprofiled = unprofiled
                 try:
                     with again as region:
@@ -162,7 +162,7 @@ class profile:
 def annotate(name: str) -> Iterator[None]:
     """A named range: a row of the stage table, and an NVTX range in the domain `attnscope`.
 
-    Names should be few and fixed ("forward", "layer"): NVTX keeps each as long as the process.
+    Use few, fixed names ("forward", "layer"): NVTX keeps each name until the process exits.
     """
     import nvtx
     import torch

@@ -1,4 +1,4 @@
-"""Some steps of a program that trains: a step ends where its optimizer has stepped."""
+"""Records selected steps of a training program: a step ends when its optimizer has stepped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STEPS = re.compile(r"(\d{1,9})(?::(\d{1,9}))?")
 
 
 def parse_steps(text: str) -> range:
-    """Steps as a user writes them, from 0: "10", or "10:12" with the last one included.
+    """Parse steps, counted from 0: "10", or "10:12" with step 12 included.
 
     Raises ValueError for anything else.
     """
@@ -35,10 +35,11 @@ def parse_steps(text: str) -> range:
 class StepWindow:
     """Starts and stops a recorder where `steps` of a region begin and end.
 
-    Step 0 begins with the region, the others where the first optimizer of torch.optim that is
-    called has stepped; further ones, as a GAN has, are not counted. What goes wrong is reported at
-    once and raised where the region ends, not in the program's optimizer. `after` is called there
-    once the steps are recorded; what it raises is the program's.
+    Step 0 begins with the region. Every other step begins when the optimizer has stepped: the first
+    one of torch.optim that is called. Further optimizers (in a GAN, for example) are not counted.
+    Errors are reported at once but raised at the end of the region, not in the program's optimizer.
+    `after` is called in the optimizer's hook once the steps are recorded; its exceptions propagate
+    into the program.
     """
 
     def __init__(
@@ -46,15 +47,15 @@ class StepWindow:
     ) -> None:
         self._steps, self._recorder, self._after = steps, recorder, after
         self._optimizer: Any = None
-        self._ended = self._others = 0  # steps of the region, and those of further optimizers
-        self._before: float | None = None  # when as many steps as will be recorded began
+        self._ended = self._others = 0  # steps of the region, and of further optimizers
+        self._before: float | None = None  # start of the unprofiled steps
         self._recording = False
         self._unprofiled: dict[str, Any] = {}
         self._profile: Profile | None = None
         self._failure: Exception | None = None
 
     def open(self) -> None:
-        """The region begins."""
+        """Begin the region."""
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         self._process, self._thread = os.getpid(), threading.get_ident()
@@ -65,9 +66,10 @@ class StepWindow:
         self._hook = register_optimizer_step_post_hook(self._stepped)
 
     def close(self, interrupted: str | None) -> Profile:
-        """The region has ended, by an error or not: what was recorded.
+        """End the region, after an error or not, and return its profile.
 
-        Raises what went wrong in it, ProfileError where no whole step was recorded.
+        Raises the error that stopped the recording, and ProfileError if no complete step was
+        recorded.
         """
         self._hook.remove()
         if self._profile is not None:
@@ -105,7 +107,7 @@ class StepWindow:
             self._after()
 
     def _why_not_here(self) -> str | None:
-        """Why a record cannot begin or end where the optimizer stepped."""
+        """Why a recording cannot begin or end at this step of the optimizer."""
         import torch
 
         if torch._C._current_graph_task_id() != -1:
@@ -143,7 +145,7 @@ class StepWindow:
         say(f"profile: nothing will be recorded: {failure}", "red", stderr=True)
 
     def _time_before(self) -> dict[str, Any]:
-        """Steps before those recorded are what these take without the profiler."""
+        """The unprofiled time, measured over the steps just before the recorded ones."""
         if self._before is None:
             reason = f"needs {len(self._steps)} steps before those recorded, besides step 0"
             return {"unprofiled_wall_s": None, "unprofiled_reason": reason}
@@ -153,7 +155,7 @@ class StepWindow:
 
 
 def _mark(name: str) -> None:
-    """The reader takes this out, and keeps when it was."""
+    """Record an empty range; the reader removes it and keeps its time."""
     import torch
 
     with torch.profiler.record_function(name):

@@ -1,1 +1,1 @@
-"""A profile on the terminal, as a page, as files."""
+"""A profile in the terminal, as an HTML page, and as files."""

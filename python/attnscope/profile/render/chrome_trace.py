@@ -1,4 +1,4 @@
-"""PyTorch's chrome trace with rows of ours added, for Perfetto."""
+"""PyTorch's chrome trace with attnscope's rows added, for Perfetto."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from attnscope.profile.trace.reader import nanoseconds
 
 if TYPE_CHECKING:
     from attnscope.profile.analysis.result import Result
-PROCESS = 7_000_000  # of our rows, in a trace viewer; no real process has so high a number
+PROCESS = 7_000_000  # process id of our rows in a trace viewer; above every real one
 EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
 CHUNK = 1 << 20  # characters
-SORT_INDEX = 6_000_000  # below PyTorch's rows of GPUs, which are at 5,000,000
+SORT_INDEX = 6_000_000  # sorts below PyTorch's GPU rows, which are at 5,000,000
 
 
 def write_chrome_trace(profile: Result, path: str | os.PathLike[str]) -> None:
     """Write PyTorch's trace with a process `attnscope` added; it opens in Perfetto.
 
     The process has two tracks for each stream with kernels, aligned to GPU time: the stage and the
-    op that own what ran then. Neighbouring kernels of one call of an op, or of one entry of a
-    range, are one slice, which says how many they are and how long they ran. The file is copied
-    piece by piece, so a large trace needs no memory. Raises ValueError where `path` is the trace
-    that the profile was read from: it is kept.
+    op that own the running kernels. Neighbouring kernels of one call of an op, or of one entry of a
+    range, are merged into one slice with their number and total duration. The file is copied in
+    chunks, so memory does not grow with the trace. Raises ValueError if `path` is the trace that
+    the profile was read from; that trace is not overwritten.
     """
     if Path(path).exists() and Path(path).samefile(profile.source):
         raise ValueError(f"path: {path} is the trace that this profile was read from")
@@ -43,7 +43,7 @@ def write_chrome_trace(profile: Result, path: str | os.PathLike[str]) -> None:
             if not (more := file.read(CHUNK)):
                 raise ValueError(f"{profile.source}: holds no traceEvents")
             head += more
-        # A trace with kernels has events, which ours go in front of.
+        # A trace with kernels has events, so ours can be inserted before them.
         out.write(head[: begin.end()] + "".join(f"{row},\n" for row in rows))
         out.write(head[begin.end() :])
         while more := file.read(CHUNK):
@@ -66,7 +66,7 @@ def _added(attribution: Attribution, source: Path) -> Iterator[dict[str, Any]]:
             yield _meta("thread_sort_index", track, sort_index=track)
             groups = _neighbours(attribution, mine, kind)
             for at, (name, group) in enumerate(groups):
-                # Kernels of one stream may overlap by a little; slices of one track may not.
+                # Kernels of one stream may overlap slightly; slices of one track must not.
                 last = max(kernel.end for kernel in group)
                 after = groups[at + 1][1][0].start if at + 1 < len(groups) else last
                 start, end = group[0].start, min(last, after)
@@ -85,7 +85,7 @@ def _added(attribution: Attribution, source: Path) -> Iterator[dict[str, Any]]:
 def _neighbours(
     attribution: Attribution, kernels: list[GpuEvent], kind: str
 ) -> list[tuple[str, list[GpuEvent]]]:
-    """Runs of kernels with the same owner, and its name."""
+    """Consecutive kernels with the same owner, with the owner's name."""
     groups: list[tuple[str, list[GpuEvent]]] = []
     before: Any = None
     for kernel in kernels:
@@ -116,7 +116,7 @@ def _about(attribution: Attribution, group: list[GpuEvent], kind: str) -> dict[s
 
 
 def _origin(kernels: list[GpuEvent], source: Path) -> int:
-    """Nanoseconds of the file's clock at the trace's zero: the first kernel is in both."""
+    """The file's clock at the trace's time 0, in ns, computed from the first kernel."""
     known = {kernel.correlation for kernel in kernels}
     with open_trace(source) as file:
         starts = [

@@ -1,7 +1,7 @@
 """Reports as titled tables and figures: the same sections in the terminal, as Markdown and as HTML.
 
-Columns whose name ends in "%" are percentages; a table with one outside 0 to 100 is refused. A
-missing number is None and is written "-"; a table says why in a column of its own or in its text.
+Columns whose name ends in "%" are percentages; a value outside 0 to 100 is refused. A missing
+number is None and is written "-"; the reason is in a column of its own or in the table's text.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MISSING = "-"
-SLACK = 1e-6  # percent, of sums of shares
-INK = "#010203"  # in figures: the page's own text colour, so that they suit light and dark
+SLACK = 1e-6  # percent; tolerance for sums of shares
+INK = "#010203"  # placeholder in figures for the page's text colour (light or dark)
 
 
 class Cell(NamedTuple):
-    """Text, what it sorts by, and what a page shows when it is pointed at."""
+    """The text of a cell, its sort key, and the text that a page shows on hover."""
 
     text: str
     key: Any
@@ -38,9 +38,9 @@ class Cell(NamedTuple):
 
 @dataclass
 class Section:
-    """A table with what to know to read it, and a figure or none.
+    """A table with its explanation and an optional figure.
 
-    Raises ProfileError for a percentage that cannot be, and for a number that is not finite.
+    Raises ProfileError for a percentage outside 0 to 100, and for a number that is not finite.
     """
 
     title: str
@@ -48,7 +48,7 @@ class Section:
     rows: Sequence[Mapping[str, Any]] = ()
     figure: Figure | None = None
     notes: Sequence[str] = ()
-    hover: Mapping[str, str] = field(default_factory=dict)  # column -> the column it shows then
+    hover: Mapping[str, str] = field(default_factory=dict)  # column -> the column it shows on hover
 
     def __post_init__(self) -> None:
         for row in self.rows:
@@ -63,14 +63,14 @@ class Section:
 
     @cached_property
     def columns(self) -> list[str]:
-        """Those with a value in some row."""
+        """The columns with a value in some row."""
         names = dict.fromkeys(name for row in self.rows for name in row)
         used = {name for row in self.rows for name, value in row.items() if value is not None}
         return [name for name in names if name in used - set(self.hover.values())]
 
     @property
     def cells(self) -> list[list[Cell]]:
-        """What stands in each row and column."""
+        """The cell of each row and column."""
         return [
             [
                 Cell(*cell(row.get(name)), str(row.get(self.hover.get(name, ""), "")))
@@ -81,14 +81,14 @@ class Section:
 
     @cached_property
     def numbers(self) -> set[str]:
-        """The columns that hold numbers (and perhaps gaps) only."""
+        """The columns that contain only numbers and gaps."""
         texts = {name for row in self.rows for name, v in row.items() if isinstance(v, str)}
         return set(self.columns) - texts
 
 
 @dataclass
 class Document:
-    """A title, lines that say what was measured on what, and sections."""
+    """A title, lines on what was measured on which machine, and sections."""
 
     title: str
     lead: Sequence[str]
@@ -141,13 +141,13 @@ class Document:
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def write_html(self, path: Path) -> None:
-        """Write one page that needs nothing else."""
+        """Write one self-contained page."""
         template = environment().get_template("document.html.j2")
         path.write_text(template.render(document=self), encoding="utf-8")
 
 
 def cell(value: Any) -> tuple[str, Any]:
-    """A value as text, and what it sorts by."""
+    """A value as text, and its sort key."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return MISSING, ""
     if isinstance(value, bool):
@@ -160,7 +160,7 @@ def cell(value: Any) -> tuple[str, Any]:
 
 
 def number(value: float) -> str:
-    """Four significant digits, and all digits before the point."""
+    """A number with four significant digits, and all digits before the decimal point."""
     if value == 0:
         return "0"
     digits = max(0, 3 - math.floor(math.log10(abs(value))))
@@ -168,7 +168,7 @@ def number(value: float) -> str:
 
 
 def rows_of(table: pandas.DataFrame) -> list[dict[str, Any]]:
-    """The rows of a table, numbers as Python's, gaps (NaN) as None."""
+    """The rows of a table, with Python numbers, and None for gaps (NaN)."""
     columns = [table[name].astype(object).where(table[name].notna(), None) for name in table]
     return [
         dict(zip(table.columns, map(_plain, row), strict=True))
@@ -181,13 +181,13 @@ def _plain(value: Any) -> Any:
 
 
 def _line(cells: Any) -> str:
-    # "add<bf16>" would else be a tag, which a reader of Markdown shows without its type.
+    # Escape "<": Markdown would read "add<bf16>" as a tag and drop the type.
     texts = (re.sub(r"([|<\\])", r"\\\1", str(one)).replace("\n", " ") for one in cells)
     return f"| {' | '.join(texts)} |"
 
 
 def environment() -> Environment:
-    """Templates of this package; what they insert is escaped."""
+    """The templates of this package, with autoescaping."""
     from jinja2 import Environment, PackageLoader
 
     found = Environment(
@@ -201,9 +201,9 @@ def environment() -> Environment:
 
 
 def svg(figure: Figure, name: str) -> Any:
-    """A figure as inline SVG, in the page's font; its INK is the page's text colour.
+    """A figure as inline SVG, in the page's font; INK becomes the page's text colour.
 
-    `name` makes the ids of the figure its own, so that a page can hold several.
+    `name` makes the ids of the figure unique, so that a page can contain several figures.
     """
     import matplotlib
     from markupsafe import Markup
@@ -217,6 +217,6 @@ def svg(figure: Figure, name: str) -> Any:
     text = buffer.getvalue()
     text = text[text.index("<svg") :].replace(INK, "currentColor")
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    # Matplotlib numbers every group; two figures of a page would have the same ids.
+    # Matplotlib numbers every group, so two figures of a page would share ids.
     used = set(re.findall(r"#([\w.-]+)", text))
     return Markup(re.sub(r' id="([^"]+)"', lambda m: m[0] if m[1] in used else "", text))

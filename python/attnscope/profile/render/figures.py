@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from attnscope.profile.analysis.result import Result
 
-# Okabe and Ito's colours, told apart by the colour-blind.
+# Okabe and Ito's colours, safe for colour-blind readers.
 CATEGORY_COLOURS = dict(
     zip(
         CATEGORIES,
@@ -36,7 +36,7 @@ MOST_STEPS = 24
 
 
 def categories(attribution: Attribution) -> Figure | None:
-    """A bar of kernel time by category for each outermost range; None without kernels."""
+    """One bar of kernel time by category per outermost range; None if there are no kernels."""
     times: dict[str, Counter[str]] = defaultdict(Counter)
     for kernel in attribution.trace.kernels:
         around = attribution.ranges(kernel)
@@ -49,10 +49,9 @@ def categories(attribution: Attribution) -> Figure | None:
 
 
 def activity(attribution: Attribution) -> Figure | None:
-    """Share of each instant in which kernels of a category ran, on the busiest GPU; None where
-    none took any time.
+    """Share of time in which kernels of each category ran on the busiest GPU, over time.
 
-    Streams add up: where kernels overlap, the sum passes 1.
+    Streams add up: if kernels overlap, the sum exceeds 1. None if no kernel took any time.
     """
     kernels = attribution.trace.kernels
     if not kernels:
@@ -91,7 +90,7 @@ def activity(attribution: Attribution) -> Figure | None:
 
 
 def step_parts(profile: Result) -> Figure | None:
-    """A bar of wall time by part for each step; None without events."""
+    """One bar of wall time by part per step; None if there are no events."""
     if not profile.has_ops:
         return None
     steps = profile.steps().head(MOST_STEPS)
@@ -102,7 +101,7 @@ def step_parts(profile: Result) -> Figure | None:
 def stacked_bars(
     bars: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], label: str
 ) -> Figure:
-    """Horizontal bars one below the other, each of parts in the order of `colours`."""
+    """Horizontal stacked bars, with parts in the order of `colours`."""
     figure, axis = _figure(0.9 + 0.28 * len(bars))
     left = np.zeros(len(bars))
     for part, colour in colours.items():
@@ -110,7 +109,7 @@ def stacked_bars(
         if widths.any():
             axis.barh(range(len(bars)), widths, 0.72, left, color=colour, label=part)
         left += widths
-    # A dollar in a name begins no formula.
+    # Names may contain "$", which must not start a formula.
     axis.set_yticks(range(len(bars)), [_cut(name) for name in bars], parse_math=False)
     axis.set_ylim(len(bars) - 0.4, -0.6)
     axis.tick_params(axis="y", length=0)

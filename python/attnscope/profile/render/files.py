@@ -1,4 +1,4 @@
-"""A profile as files for other programs: strict JSON, CSV, and a chrome trace with rows added."""
+"""A profile as files for other programs: strict JSON and CSV."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ SCHEMA = 1
 
 
 def profile_tables(profile: Result) -> dict[str, pandas.DataFrame]:
-    """Every table that has rows, by name. Raises ProfileError for one that cannot be true."""
+    """Every table that has rows, by name. Raises ProfileError if one contradicts the trace."""
     tables = {name: profile.table(name) for name in TABLES}
     return {name: table for name, table in tables.items() if len(table)}
 
 
 def write_csv(profile: Result, folder: str | os.PathLike[str]) -> list[Path]:
-    """Write each table as `<name>.csv`; returns the files.
+    """Write each table as `<name>.csv` and return the paths.
 
-    Those of an earlier profile, whose `profile.json` is there, are removed.
+    If the folder has a `profile.json`, CSV files of that earlier profile are removed.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     ours = (Path(folder) / "profile.json").exists()
@@ -50,7 +50,7 @@ def write_csv(profile: Result, folder: str | os.PathLike[str]) -> list[Path]:
 def to_json(profile: Result, path: str | os.PathLike[str]) -> None:
     """Write `{"schema": 1, "name", "env", ..., "tables": {name: rows}}`; missing numbers are null.
 
-    env is of this process, null with a reason for a trace that was read from a file.
+    "env" describes this process; it is null, with a reason, for a trace read from a file.
     """
     owners, audit, found = profile.attribution, profile.audit, profile.efficiency()
     content = {
@@ -108,7 +108,7 @@ def _environment(profile: Result) -> dict[str, Any]:
 
 
 def _peaks(profile: Result) -> dict[str, Any]:
-    """The dense peaks that MFU is a share of, and how FLOPs were counted."""
+    """The dense peaks that MFU refers to, and how FLOPs were counted."""
     device, found = profile.device, None
     if device is not None:
         found = {"device": device.name, "tflops": dict(device.peaks), "source": device.source}
@@ -120,7 +120,7 @@ def _peaks(profile: Result) -> dict[str, Any]:
 
 
 def _steps(profile: Result) -> dict[str, Any]:
-    """How steps were told, and what the first one took more than the others, or why not known."""
+    """The rule that found the steps, and the extra time of the first step or why it is unknown."""
     if not profile.has_ops:
         return {"rule": None, "setup_us": None, "setup_reason": "no op and no range was recorded"}
     about = profile.steps().attrs

@@ -1,4 +1,4 @@
-"""The files of a profile's folder. A new output format is a line of FORMATS."""
+"""The files of a profile's folder. To add an output format, add a line to FORMATS."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _html(profile: Result, folder: Path) -> list[Path]:
 
 
 def _chrome_trace(profile: Result, folder: Path) -> list[Path]:
-    """The trace with our rows; a trace that was read from this folder stays as it is."""
+    """The trace with our rows; a trace that was read from this folder is not changed."""
     path = folder / "trace.json"
     if path.exists() and path.samefile(profile.source):
         say(f"{path} is the trace that was read: it stays as it is", "yellow")
@@ -32,8 +32,8 @@ def _chrome_trace(profile: Result, folder: Path) -> list[Path]:
     return [path]
 
 
-# Each writes files in a folder and returns their paths. CSV comes first: it removes tables of an
-# earlier profile, which it knows by its JSON.
+# Each function writes files in a folder and returns their paths. CSV comes first: it removes tables
+# of an earlier profile, which it recognises by that profile's JSON.
 FORMATS: dict[str, Callable[[Result, Path], list[Path]]] = {
     "csv": write_csv,
     "json": _json,
@@ -43,7 +43,7 @@ FORMATS: dict[str, Callable[[Result, Path], list[Path]]] = {
 
 
 def write_all(profile: Result, folder: Path) -> None:
-    """Write every format in a folder, and say what was written."""
+    """Write every format in a folder, and print the names of the files."""
     folder.mkdir(parents=True, exist_ok=True)
     written = [path.name for write in FORMATS.values() for path in write(profile, folder)]
     say(f"wrote {', '.join(sorted(written))} in {folder}")

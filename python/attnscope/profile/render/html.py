@@ -1,4 +1,4 @@
-"""A profile as one HTML page that needs nothing else: tables, plots, and a tree of kernel time."""
+"""A profile as one self-contained HTML page: tables, plots, and a tree of kernel time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from attnscope.profile.render.views import speed_captions
 if TYPE_CHECKING:
     from attnscope.profile.analysis.result import Result
 
-# Column of a table -> heading of the page; None leaves it out.
+# Column of a table -> heading on the page.
 OPERATORS = {
     "name": "op", "calls": "calls", "gpu_us": "GPU us", "gpu_share": "share %",
     "self_gpu_us": "self GPU us", "gpu_mean_us": "a call us", "kernels": "kernels",
@@ -52,7 +52,7 @@ STAGES = {
 
 
 def write_html(profile: Result, path: str | os.PathLike[str]) -> None:
-    """Write the page. Raises ProfileError for tables that cannot be true."""
+    """Write the page. Raises ProfileError for tables that contradict the trace."""
     tree = icicle(profile.attribution)
     page = environment().get_template("profile.html.j2")
     text = page.render(
@@ -91,7 +91,7 @@ def _warnings(profile: Result) -> Iterator[str]:
 
 
 def _cards(profile: Result) -> Iterator[tuple[str, str, str]]:
-    """Label, value, remark of the figures at the head."""
+    """Label, value and remark of each figure at the top of the page."""
     owners = profile.attribution
     if owners.share is None:
         return
@@ -118,7 +118,7 @@ def _as_it_is(title: str, table: pandas.DataFrame, line: str, profile: Result) -
 
 
 def _stages(title: str, table: pandas.DataFrame, line: str, profile: Result) -> Section:
-    # Depth by no-break spaces: the order of the rows is that of the program.
+    # Indent with no-break spaces; rows stay in program order.
     table["range"] = [
         "\N{NO-BREAK SPACE}" * 3 * depth + name
         for depth, name in zip(table["depth"], table["range"], strict=True)
@@ -160,7 +160,7 @@ def _steps(title: str, table: pandas.DataFrame, line: str, profile: Result) -> S
     return Section(title, text, _rows(table, {n: n.replace("_us", " us") for n in table.columns}))
 
 
-# Tables with words or headings of their own; others stand on the page as they are.
+# Tables with their own text or headings; other tables are shown unchanged.
 SECTIONS: dict[str, Callable[[str, pandas.DataFrame, str, Result], Section]] = {
     "stages": _stages,
     "operators": _operators,
@@ -172,7 +172,7 @@ SECTIONS: dict[str, Callable[[str, pandas.DataFrame, str, Result], Section]] = {
 
 
 def _rows(table: pandas.DataFrame, headings: dict[str, str]) -> list[dict[str, Any]]:
-    """Rows under their headings; shares as percent."""
+    """Rows with the page's headings; shares become percentages."""
     found = []
     for row in rows_of(table):
         if row.get("flops_reason") == NO_WORK:
@@ -185,7 +185,7 @@ def _rows(table: pandas.DataFrame, headings: dict[str, str]) -> list[dict[str, A
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of evidence; what is not a number or text as JSON."""
+    """A row of evidence; values other than numbers and text become JSON."""
     return {
         key: value if value is None or isinstance(value, int | float | str) else json.dumps(value)
         for key, value in row.items()

@@ -1,4 +1,4 @@
-"""Tables of a terminal: numbers are never cut, and what does not fit is said."""
+"""Tables in a terminal: numbers are never cut, and omitted columns are listed."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from attnscope.profile.analysis.rates import NO_WORK
 MISSING = "-"
 # Left-justified, beside the first column.
 TEXTS = ("op", "range", "device", "row", "explanation", "names")
-LEAST_TEXT = 24  # characters that a column of names keeps
+LEAST_TEXT = 24  # minimum width of a text column, in characters
 GAP = 2  # spaces between columns
-# What a narrow terminal does without, in this order.
+# Columns that a narrow terminal omits, first to last.
 LEAVE_OUT = (
     "self_cpu_us", "copy_us", "min_us", "max_us", "gpu_mean_us", "gpu_span_us", "range",
     "mfu_at_clock", "gpu_self_us", "cpu_us", "tflops", "backward_gpu_us", "idle_us", "kernels",
     "op", "bytes", "mean_us", "share",
 )  # fmt: skip
 
-# A column of the terminal: heading, column of the table, how its values are written.
+# A terminal column: heading, column of the table, format of its values.
 Column = tuple[str, str, Callable[[Any], str]]
 
 
@@ -40,8 +40,10 @@ def print_table(
     note: str,
     pinned: pandas.DataFrame | None = None,
 ) -> None:
-    """`top` rows and the pinned ones, in the width of the terminal: names are cut, then whole
-    columns left out, and numbers never."""
+    """Print `top` rows and the pinned ones in the terminal's width.
+
+    Names are cut first, then whole columns are omitted; numbers are never cut.
+    """
     out = console()
     rows = pandas.concat([table.head(top), pinned]) if pinned is not None else table.head(top)
     cells = {key: [_cell(value, write) for value in rows[key]] for _, key, write in columns}
@@ -76,8 +78,11 @@ def print_table(
 
 
 def fit(needed: dict[str, int], texts: set[str], width: int) -> dict[str, int]:
-    """Widths of the columns that fit a line: names are cut to LEAST_TEXT characters, then columns
-    go, those of LEAVE_OUT first, and no number is cut. `needed` has what each column would like."""
+    """Widths of the columns that fit a line.
+
+    Names are cut to LEAST_TEXT characters, then columns are omitted, LEAVE_OUT first. No number is
+    cut. `needed` is the full width of each column.
+    """
     least = {key: min(n, LEAST_TEXT) if key in texts else n for key, n in needed.items()}
     first = next(iter(needed))
     found = {first: least.pop(first)}
@@ -100,12 +105,12 @@ def _cell(value: Any, write: Callable[[Any], str]) -> str:
 
 
 def plain(text: str) -> str:
-    """Text without what moves the cursor or breaks the line: names come from anywhere."""
+    """Text without control characters or line breaks: names are untrusted."""
     return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", " ", text)
 
 
 def unit_of(column: pandas.Series) -> tuple[str, Callable[[Any], str]]:
-    """Microseconds or milliseconds for all of a table, by its largest number."""
+    """Microseconds or milliseconds for a whole table, chosen by its largest number."""
     if column.max() >= 1e5:
         return "ms", lambda value: f"{value / 1e3:,.3f}" if value else "0"
     return "us", lambda value: f"{value:,.2f}" if value else "0"
@@ -119,7 +124,7 @@ def duration(microseconds: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Never rounded up to 100 %."""
+    """A share as a percentage, never rounded up to 100 %."""
     text = f"{share:.2%}" if share < 0.1 or share > 0.999 else f"{share:.1%}"
     return "99.99 %" if share < 1 and text == "100.00%" else text.replace("%", " %")
 

@@ -1,4 +1,4 @@
-"""What a profile looks like in a terminal: each table with the attribution line under it."""
+"""Prints a profile in a terminal: each table with the attribution line under it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EVIDENCE = 3  # rows shown of a finding
 
 
 def check_sort(sort: str | None) -> None:
-    """Raises ValueError for what is not None or a column that operators can be sorted by."""
+    """Raises ValueError unless `sort` is None or a column that operators can be sorted by."""
     if sort is not None and sort not in SORTED:
         known = ", ".join(SORTED)
         raise ValueError(f"sort: {sort!r} is not a column of the operators; one of {known}")
@@ -40,21 +40,20 @@ def check_sort(sort: str | None) -> None:
 def print_profile(
     profile: Result, top: int = 20, sort: str | None = None, full_names: bool = False
 ) -> None:
-    """Print every table that has rows, `top` rows of each, 1 or more, the efficiency figures and
-    the findings.
+    """Print the first `top` rows of every table, the efficiency figures and the findings.
 
-    `sort` is a column of the operator table, one of SORTED (the default is GPU time, CPU time
-    without a GPU); rows without a value come last. Raises ValueError for another and for another
-    `top`, ProfileError for tables that cannot be true.
+    `top` is at least 1. `sort` is a column of the operator table, one of SORTED (default: GPU time,
+    or CPU time without a GPU); rows without a value come last. Raises ValueError for an invalid
+    `sort` or `top`, ProfileError for tables that contradict the trace.
     """
     if not isinstance(top, int) or top < 1:
         raise ValueError(f"top: {top!r} is not a number of rows; an int, 1 or more")
     check_sort(sort)
     gpu = bool(profile.trace.kernels)
-    line = attribution_line(profile.attribution) if gpu else ""  # it is said once, above
+    line = attribution_line(profile.attribution) if gpu else ""  # printed once, above
     how = How(line, sort or ("gpu_us" if gpu else "cpu_us"), gpu, full_names)
     titles = {name: kind.title for name, kind in TABLES.items() if kind.title}
-    # A table that cannot be true is refused before anything is printed.
+    # Refuse a table that contradicts the trace before anything is printed.
     views = {name: view_of(name, profile, how) for name in titles}
     say(heading(profile), "bold")
     _print_state(profile)
@@ -73,7 +72,7 @@ def print_profile(
 
 
 def heading(profile: Result) -> str:
-    """Name, card, window, the time of it with GPU work, wall time with and without the profiler."""
+    """Name, card, window, its time with GPU work, wall time with and without the profiler."""
     device = profile.device
     names = sorted({str(d.get("name")) for d in profile.trace.devices})
     unknown = "a GPU without a name" if profile.trace.gpu else "no GPU"
@@ -96,7 +95,7 @@ def heading(profile: Result) -> str:
 
 
 def attribution_line(attribution: Attribution) -> str:
-    """How much of the GPU time has an owner, and what has none."""
+    """How much of the GPU time has an owner, and how much has none."""
     if attribution.share is None:
         return NO_GPU_TIME
     total, replayed = attribution.total_ns, attribution.replayed_ns

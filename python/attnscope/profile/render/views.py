@@ -1,4 +1,4 @@
-"""How each table looks in a terminal: its columns, their units and formats, the note under it."""
+"""The terminal view of each table: its columns, their units and formats, the note under it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ LINES_NOTE = "with the line where the function begins; backward work is with its
 
 @dataclass(frozen=True)
 class How:
-    """How tables are shown: the attribution line, the column that operators are sorted by, whether
-    kernels ran, and whether their symbols are shown as they are."""
+    """Display options: the attribution line, the sort column of operators, whether kernels ran, and
+    whether their full symbols are shown."""
 
     line: str
     sort: str
@@ -41,8 +41,8 @@ class How:
 
 @dataclass(frozen=True)
 class View:
-    """A table ready to be printed: rows that stand last in any case (`pinned`), the note under it,
-    and lines below that."""
+    """A table ready to print: rows that always come last (`pinned`), the note under it, and lines
+    below that."""
 
     table: pandas.DataFrame
     columns: Sequence[Column]
@@ -52,8 +52,10 @@ class View:
 
 
 def view_of(name: str, profile: Result, how: How) -> View | None:
-    """The view of a table by its name in `analysis.catalog.TABLES`; None where it has no rows to
-    show. A table without a view of its own is shown as it is."""
+    """The view of a table by its name in `analysis.catalog.TABLES`; None if it has no rows to show.
+
+    A table without its own view is shown unchanged.
+    """
     table = profile.table(name)
     return VIEWS.get(name, _as_it_is)(profile, table, how) if len(table) else None
 
@@ -135,7 +137,7 @@ VIEWS: dict[str, Callable[[Result, pandas.DataFrame, How], View]] = {
 
 
 def speed_captions(profile: Result) -> list[str]:
-    """How FLOPs were counted and what MFU is a share of; empty where none were counted."""
+    """How FLOPs were counted and which peak MFU refers to; empty if none were counted."""
     if not (rules := profile.flop_counts.rules()):
         return []
     said = [f"FLOPs are counted as: {'; '.join(rules)}."]

@@ -1,4 +1,4 @@
-"""What a trace consists of: CPU and GPU events, allocations, overhead."""
+"""The parts of a trace: CPU and GPU events, allocations, overhead."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class CpuEvent:
     end: int
     index: int = -1
     parent: int = -1
-    correlation: int = 0  # of calls; the GPU work it started has the same
+    correlation: int = 0  # calls only; equals the correlation id of the GPU work
     external_id: int = 0
-    sequence: int = -1  # autograd's number: a backward op has that of its forward op
-    forward_thread: int = 0  # of backward ops; 0 in forward
+    sequence: int = -1  # autograd's number, shared by a forward and a backward op
+    forward_thread: int = 0  # backward ops only; 0 in forward
     shapes: tuple[Any, ...] | None = None
     dtypes: tuple[Any, ...] | None = None
     concrete: tuple[Any, ...] | None = None
@@ -39,7 +39,7 @@ class CpuEvent:
 class GpuEvent:
     """Something a GPU did: a kernel, a copy or a fill. Times as in CpuEvent.
 
-    `launch` is the index in Trace.cpu of the call that started it, -1 where the trace has none.
+    `launch` is the index in Trace.cpu of its launch call, -1 if the trace has none.
     """
 
     kind: str  # "kernel", "memcpy" or "memset"
@@ -58,8 +58,8 @@ class GpuEvent:
     shared_bytes: int | None = None
     blocks_per_sm: float | None = None
     warps_per_sm: float | None = None
-    occupancy: float | None = None  # percent, the profiler's estimate; None where it says 0
-    bytes: int | None = None  # of copies and fills
+    occupancy: float | None = None  # percent, the profiler's estimate; None if it is 0
+    bytes: int | None = None  # copies and fills only
 
     @property
     def duration(self) -> int:
@@ -73,12 +73,12 @@ class Allocation(NamedTuple):
     thread: int
     device: int  # -1 is the CPU
     bytes: int
-    allocated: int  # in all, after it
+    allocated: int  # total after this allocation
     reserved: int
 
 
 class Overhead(NamedTuple):
-    """Time the profiler or the driver took for itself; never GPU work."""
+    """Overhead of the profiler or the driver; never GPU work."""
 
     name: str
     start: int
@@ -89,12 +89,13 @@ class Overhead(NamedTuple):
 class Trace:
     """The events of one profiled window, each list sorted by start.
 
-    `arrows` leads from thread and start of a backward op to the thread of its forward op.
-    `start` and `end` are the window: between the sentinels, or the waits, where there are two, else
-    the whole recording. `sentinels` has the kernels found in each sentinel; nothing else has them.
-    `waits` counts the profiler's own waits for the device: one at each end of a region, and
-    `thread` is the one that ended it. `steps` has the number of each step that was told to begin,
-    and when; `steps_end` is when the last of them ended, None where the program ended first.
+    `arrows` maps the thread and start of a backward op to the thread of its forward op.
+    `start` and `end` bound the window: the time between two sentinels, or else between two waits,
+    or else the whole recording. `sentinels` has the number of kernels found in each sentinel; these
+    kernels are in no other list. `waits` counts the profiler's own waits for the device, one at
+    each end of a region. `thread` is the thread that ended the region. `steps` has the number and
+    start time of each recorded step. `steps_end` is the end of the last one, None if the program
+    ended first.
     """
 
     cpu: list[CpuEvent] = field(default_factory=list)
@@ -121,7 +122,7 @@ class Trace:
         return [event for event in self.gpu if event.kind != "kernel"]
 
     def ancestors(self, event: CpuEvent | GpuEvent) -> Iterator[CpuEvent]:
-        """What encloses an event, innermost first; of GPU work, its launch call first."""
+        """The events around an event, innermost first; for GPU work, its launch call first."""
         at = event.launch if isinstance(event, GpuEvent) else event.parent
         while at >= 0:
             yield self.cpu[at]

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 CHUNK = 1 << 20
-# What does not decode within this is not JSON; no event of a profiler is longer.
+# Maximum length of a JSON value in characters; no event of a profiler is longer.
 LONGEST_VALUE = 1 << 24
 
 
-# A name with quotes in it: PyTorch writes them as they are. It stands on a line of its own (a line
-# with more members than the name is not one), or before the process, as up to PyTorch 2.11.
+# A name with quotes, which PyTorch does not escape. The name is alone on its line (a line with more
+# members does not match), or precedes the process id (up to PyTorch 2.11).
 NAME = re.compile(
     r'^([ \t]*"name": ")(?!.*",[ \t]*"[^"\n]*":)([^"\n]*"[^\n]*)("[ \t]*(?:,[ \t]*)?)$'
     r'|^([ \t]*"ph": "\w", "cat": "\w*", "name": ")(?!.*",[ \t]*"(?!pid"|tid")[^"\n]*":)'
@@ -32,13 +32,13 @@ class Text(Protocol):
 
 
 class Mended:
-    """The text of a trace with quotes in names escaped, which else is not JSON."""
+    """The text of a trace with quotes in names escaped; PyTorch's own text may be invalid JSON."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
 
     def read(self, size: int, /) -> str:
-        """About so many characters, to the end of a line; "" at the end of the file."""
+        """At least `size` characters, up to the end of a line; "" at the end of the file."""
         text = self._file.read(size)
         if text and not text.endswith("\n"):
             text += self._file.readline(LONGEST_VALUE)
@@ -53,19 +53,19 @@ def _escaped(found: re.Match[str]) -> str:
 
 @contextmanager
 def open_trace(path: str | os.PathLike[str]) -> Iterator[Text]:
-    """The text of a chrome trace, `.json` or `.json.gz`, from its beginning."""
+    """Open the text of a chrome trace, `.json` or `.json.gz`."""
     opener: Callable[..., IO[str]] = gzip.open if str(path).endswith(".gz") else open
-    # A name that PyTorch garbled is no reason to lose the rest.
+    # Replace invalid bytes: PyTorch may garble a name, but the rest is readable.
     with opener(path, "rt", encoding="utf-8", errors="replace") as file:
         yield Mended(file)
 
 
 class Number(str):
-    """A decimal number as it stands in the file, told from text by its type."""
+    """A decimal number as written in the file; the type distinguishes it from a string."""
 
 
 def plain(value: Any) -> Any:
-    """A JSON value with its decimal numbers as floats, None for one that no float holds."""
+    """A JSON value with its decimal numbers as floats, None for a number out of float's range."""
     if isinstance(value, Number):
         return number if math.isfinite(number := float(value)) else None
     if isinstance(value, list):
@@ -76,11 +76,11 @@ def plain(value: Any) -> Any:
 
 
 def members(file: Text, path: Path, key: str) -> Iterator[tuple[str, Any]]:
-    """Keys and values of the object in a file; of the list under `key`, item by item.
+    """Keys and values of the object in a file; the list under `key` is yielded item by item.
 
-    Decimal numbers come as `Number`; NaN and Infinity, which are not JSON, as None. Raises
-    ValueError, naming `path` and the place, for text that is cut off, is not JSON, or is no object
-    with a list under `key`.
+    Decimal numbers become `Number`; NaN and Infinity, which are not JSON, become None. Raises
+    ValueError, with `path` and the position, for text that is truncated, is not JSON, or is not an
+    object with a list under `key`.
     """
     text = _Text(file, path)
     text.expect("{", f"an object with {key}")
@@ -110,7 +110,7 @@ def members(file: Text, path: Path, key: str) -> Iterator[tuple[str, Any]]:
 
 
 class _Text:
-    """JSON tokens of a file that is held a chunk at a time."""
+    """JSON tokens of a file that is read in chunks."""
 
     def __init__(self, file: Text, path: Path) -> None:
         self.file, self.path = file, path
@@ -120,7 +120,7 @@ class _Text:
         self.text, self.at, self.before = "", 0, 0
 
     def more(self) -> bool:
-        """Drop what is done, read at least as much again as is left."""
+        """Drop parsed text, read at least as much as is left; False at the end of the file."""
         left = self.text[self.at :]
         added = self.file.read(max(CHUNK, len(left)))
         self.before += self.at
@@ -131,7 +131,7 @@ class _Text:
         return ValueError(f"{self.path}: not JSON at character {self.before + self.at}: {what}")
 
     def peek(self) -> str:
-        """The next character that is no white space; "" at the end."""
+        """The next character that is not white space; "" at the end."""
         while True:
             while self.at < len(self.text) and self.text[self.at] in " \n\r\t":
                 self.at += 1
@@ -165,7 +165,7 @@ class _Text:
                 if rest.lstrip(".eE+-"):
                     self.at = end
                     return value
-                # A number at the end of the chunk may go on in the next one.
+                # A number at the end of a chunk may continue in the next chunk.
                 if not self.more():
                     if rest:
                         raise self.cut()

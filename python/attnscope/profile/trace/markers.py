@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-# A range with a few small kernels, at each end of a window. Work lost at an end of a capture is
-# lost here first, so the reader takes the kernels out and counts them.
+# A range with a few small kernels at each end of a window. The profiler loses events at the ends of
+# a capture first, so the reader removes these kernels and counts them.
 SENTINEL = "attnscope::sentinel"
 SENTINEL_KERNEL = "spin_kernel"  # of torch.cuda._sleep
 WAIT = "attnscope::wait"  # around the profiler's own synchronisation at each end of a region
-# An empty range where a step of a training loop begins, and its number; and where the last ended.
+# Empty ranges: one at the start of each training step, with its number; one at the last step's end.
 STEP = "attnscope::step#"
 STEPS_END = f"{STEP}end"
 BEGIN_CAPTURE = ("cudaStreamBeginCapture", "cuStreamBeginCapture")

@@ -1,8 +1,8 @@
 """A chrome trace of PyTorch's profiler as lists of CPU and GPU events, joined by correlation id.
 
-The file is read as a stream: an event is decoded, kept in a slotted object and forgotten, so a
-trace needs about as much memory as its JSON has bytes (a test holds it to twice that). GPU-side
-copies of user ranges ("gpu_user_annotation") and metadata events are not kept: they are no work.
+The file is read as a stream: each event is decoded into a slotted object and its JSON dropped, so a
+trace needs about as much memory as its JSON has bytes (a test allows twice that). GPU-side copies
+of user ranges ("gpu_user_annotation") and metadata events are dropped: they are not work.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ CPU_KINDS = {
     "cuda_driver": "call",
 }
 GPU_KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
-# Of events that start and end together, the outer one: a range is entered before the op in it.
+# Nesting order of events that start and end together: a range is entered before the op in it.
 RANKS = {"range": 0, "python": 1, "op": 2, "call": 3}
 
 
 def read_trace(path: str | os.PathLike[str]) -> Trace:
     """Read a `.json` or `.json.gz` that `export_chrome_trace` wrote.
 
-    Raises ValueError, with the place, for a file that is cut off, is not JSON or is no trace.
+    Raises ValueError, with the position, for a file that is truncated, not JSON or not a trace.
     """
     trace = Trace()
     builder = _Builder(trace)
@@ -57,13 +57,13 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
 
 
 class _Builder:
-    """Makes events of the objects of "traceEvents" and joins them at the end."""
+    """Converts the objects of "traceEvents" to events and joins them at the end."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.events = 0
         self.window: tuple[int, int] | None = None
-        self.tails: dict[Any, int] = {}  # of arrows from forward to backward: id -> thread
+        self.tails: dict[Any, int] = {}  # arrows from forward to backward: id -> thread
         self.heads: list[tuple[Any, int, int]] = []  # id, thread, time
         self.shared: dict[Any, Any] = {}  # one copy of each name and each tuple of shapes
 
@@ -166,7 +166,7 @@ class _Builder:
         )
 
     def finish(self) -> None:
-        """Count times from the start, take the sentinels out, sort, number, nest, join launches."""
+        """Make times relative, remove the sentinels, then sort, number, nest and join launches."""
         trace = self.trace
         timed: list[CpuEvent | GpuEvent] = [*trace.cpu, *trace.gpu]
         spans = [(e.start, e.end) for e in timed] + ([self.window] if self.window else [])
@@ -186,7 +186,7 @@ class _Builder:
         trace.gpu.sort(key=lambda e: (e.start, e.end))
         correct_threads(trace.cpu, trace.gpu)
         remove_own(trace)
-        trace.cpu.sort(key=_order)  # what was cut begins with the window
+        trace.cpu.sort(key=_order)  # events that were cut now begin with the window
         nest(trace.cpu)
         calls: dict[int, list[CpuEvent]] = defaultdict(list)
         for event in trace.cpu:
@@ -195,21 +195,22 @@ class _Builder:
         for at, work in enumerate(trace.gpu):
             work.index = at
             if same := calls.get(work.correlation):
-                # CUPTI's ids have 32 bits and come again: the last call before the work is it.
+                # CUPTI's 32-bit ids repeat: take the last call before the work.
                 before = bisect_right(same, work.start, key=lambda call: call.start)
                 work.launch = same[max(0, before - 1)].index
 
 
 def _order(event: CpuEvent) -> tuple[int, int, int]:
-    """By start, and the outer one first."""
+    """Sort key: by start, outer events first."""
     return event.start, -event.end, RANKS[event.kind]
 
 
 def nest(events: list[CpuEvent]) -> None:
     """Number sorted events and find their parents, thread by thread.
 
-    A call belongs to what was open when it began: CUPTI's clock and PyTorch's differ by fractions
-    of a microsecond, so its end is no proof. Everything else must lie wholly inside its parent.
+    A call belongs to the event that was open when the call began. Its end is ignored, because
+    CUPTI's and PyTorch's clocks differ by fractions of a microsecond. Every other event must lie
+    wholly inside its parent.
     """
     stacks: dict[int, list[CpuEvent]] = {}
     for at, event in enumerate(events):
@@ -225,10 +226,10 @@ def nest(events: list[CpuEvent]) -> None:
 
 
 def nanoseconds(microseconds: str | int | float) -> int:
-    """A time of the trace, exactly; a float holds today's clocks to half a nanosecond only."""
+    """A time of the trace, exactly; a float has a resolution of only about half a nanosecond."""
     return round(Decimal(microseconds) * 1000)
 
 
 def _frozen(value: Any) -> Any:
-    """Lists as tuples, all the way down."""
+    """Lists converted to tuples, recursively."""
     return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -1,8 +1,8 @@
-"""The thread that a CUDA call was made on, where the trace names one that had ended by then.
+"""Corrects the thread of a CUDA call where the trace names a thread that had already ended.
 
-PyTorch's profiler gives a call the number that it first saw with the thread's pthread id, and keeps
-that for the life of the process. A thread that starts after another one has ended often has the
-pthread id of that one, and its calls then have its number: by time, they lie in no op.
+PyTorch's profiler maps a pthread id to a thread number once, for the life of the process. A new
+thread often reuses the pthread id of a thread that has ended, and its calls then get the ended
+thread's number. By time, such calls lie in no op.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Iterable, Sequence
 from attnscope.profile.trace.events import CpuEvent, GpuEvent
 from attnscope.profile.trace.markers import SENTINEL, SENTINEL_KERNEL
 
-CLOCKS_NS = 2000  # by which the clocks of CUPTI and of PyTorch may differ
+CLOCKS_NS = 2000  # maximum difference between CUPTI's and PyTorch's clocks
 
 
 def correct_threads(events: Sequence[CpuEvent], gpu: Iterable[GpuEvent]) -> None:
-    """Give calls the thread that made them, where the trace proves it.
+    """Set the thread of each call whose real thread the trace identifies.
 
-    The external id of a call names an op that is open at the call: its thread made the call. The
-    kernels of a sentinel were launched by the sentinel's thread, unless a thread with the call's
-    number lives. Any other call keeps its number: on a thread that has ended it has no owner.
+    If a call's external id names an op that is open at the call, the op's thread made the call. A
+    sentinel's kernels were launched by the sentinel's thread, unless a thread with the call's
+    number was alive. Any other call keeps its number; on an ended thread it has no owner.
     """
     ops = {e.external_id: e for e in events if e.kind == "op" and e.external_id}
     sentinels = [e for e in events if e.kind == "range" and e.name == SENTINEL]

@@ -1,4 +1,4 @@
-"""What the profiler itself does in a recording, by name, and how the reader takes it out again."""
+"""Removes the profiler's own events, which are found by name, from a recording."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def remove_own(trace: Trace) -> None:
-    """Take out what the profiler did itself, and set the window to what lies between."""
+    """Remove the profiler's own events, and set the window to the time between them."""
     _take_marks(trace)
     own = [e for e in trace.cpu if e.kind == "range" and e.name in (SENTINEL, WAIT)]
     if not own:
         return
     kept: list[CpuEvent] = []
-    launched: dict[int, int] = {}  # correlation -> which of own
+    launched: dict[int, int] = {}  # correlation -> index in own
     for event in trace.cpu:
         inside = [
             at
@@ -64,10 +64,10 @@ def _take_marks(trace: Trace) -> None:
 
 
 def _cut(trace: Trace, begin: int, end: int) -> None:
-    """Take out what other threads did before the region or after it; `end` is where it ended.
+    """Remove other threads' events before `begin` and after `end`, the bounds of the region.
 
-    What is open there is cut: PyTorch has it last until the profiler stopped. GPU work is where it
-    was launched; what was launched in the region may run on after it.
+    Events that cross a bound are cut, because PyTorch records open events until the profiler stops.
+    GPU work is kept by the time of its launch, so it may run on after the region.
     """
     kept: list[CpuEvent] = []
     outside: set[int] = set()
@@ -76,7 +76,7 @@ def _cut(trace: Trace, begin: int, end: int) -> None:
             event.start, event.end = max(event.start, begin), min(event.end, end)
             kept.append(event)
         elif event.kind == "call" and event.name.startswith(BEGIN_CAPTURE + END_CAPTURE):
-            kept.append(event)  # whether launches in the region are of it
+            kept.append(event)  # a capture may contain launches in the region
         elif event.correlation:
             outside.add(event.correlation)
     inside = {event.correlation for event in kept if event.correlation}
