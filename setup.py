@@ -1,4 +1,4 @@
-"""Builds the two libraries of attnscope with ninja: plain shared libraries, loaded through torch.
+"""Build the two libraries of attnscope with ninja: plain shared libraries, loaded through torch.
 
 _C.so       schemas, introspection and the CPU kernels
 _C_cuda.so  the CUDA kernels; built where nvcc is found, loaded where torch has CUDA
@@ -27,11 +27,11 @@ from build_backend import find_package  # noqa: E402
 PACKAGE = Path("python/attnscope")
 BUILD = Path("build/native")
 
-# What a folder's .cu files are compiled for, by its prefix: native code for each card that they are
-# tuned on, and PTX where later cards can run it.
+# Architectures of a folder's .cu files, by its prefix: native code for each card that the kernels
+# are tuned on, and PTX where later cards can run it.
 PORTABLE = ("80,code=sm_80", "80,code=compute_80", "90,code=sm_90")
 ARCHITECTURES = {"attn": PORTABLE, "sm80": PORTABLE, "sm90": ("90a,code=sm_90a",)}
-ONLY_IN_C = {"library.cpp", "introspect.cpp"}  # they register what may be registered once
+ONLY_IN_C = {"library.cpp", "introspect.cpp"}  # they register what a process registers once
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000 -DUSE_CUDA"  # the C shim of torch 2.10
 COMMON = "-std=c++17 -O3 -Icsrc"
 HOST = f"{COMMON} -fPIC -fvisibility=hidden -Wall -Wextra"
@@ -53,7 +53,7 @@ rule link
 
 
 def find_nvcc() -> Path | None:
-    """nvcc from CUDA_HOME, PATH, the usual place, or the compiler packages on PyPI."""
+    """Find nvcc: CUDA_HOME, PATH, the default location, or the compiler packages from PyPI."""
     homes = [Path(os.environ["CUDA_HOME"])] if os.environ.get("CUDA_HOME") else []
     on_path = shutil.which("nvcc")
     candidates = [home / "bin/nvcc" for home in homes] + ([Path(on_path)] if on_path else [])
@@ -63,7 +63,7 @@ def find_nvcc() -> Path | None:
 
 
 def cuda_home(nvcc: Path) -> Path:
-    """The toolkit that this nvcc works with, as it says itself (it may be a link or a script)."""
+    """The toolkit that nvcc itself reports; the path of nvcc may be a link or a script."""
     dry_run = [str(nvcc), "--dryrun", "-x", "cu", "/dev/null", "-o", "/dev/null"]
     said = subprocess.run(dry_run, capture_output=True, text=True).stderr
     top = re.search(r"TOP=(.*)", said)
@@ -73,7 +73,7 @@ def cuda_home(nvcc: Path) -> Path:
 
 
 def write_ninja(torch: Path, nvcc: Path | None, folder: Path, defines: str) -> list[Path]:
-    """Writes build.ninja into the folder and returns the logs of ptxas that the build leaves."""
+    """Write build.ninja into the folder; return the paths of the ptxas logs of the build."""
     include = f"-isystem {torch}/include -isystem {torch}/include/torch/csrc/api/include"
     libs = f"-L{torch}/lib -ltorch -ltorch_cpu -lc10 -lpthread"
     home = cuda_home(nvcc) if nvcc else None
@@ -120,8 +120,8 @@ def write_ninja(torch: Path, nvcc: Path | None, folder: Path, defines: str) -> l
 def run_ninja(folder: Path) -> None:
     ninja = [sys.executable, "-m", "ninja"] if importlib.util.find_spec("ninja") else ["ninja"]
     jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
-    # The targets of one kernel compile in parallel too; said here, it is no part of the command
-    # whose change makes ninja compile anew.
+    # Compile the targets of one kernel in parallel too. --threads is not in the command, because
+    # ninja recompiles when a command changes.
     flags = f"{os.environ.get('NVCC_APPEND_FLAGS', '')} --threads {jobs}"
     environment = {**os.environ, "NVCC_APPEND_FLAGS": flags}
     command = [*ninja, "-f", str(folder / "build.ninja"), "-j", jobs]
@@ -132,7 +132,7 @@ def run_ninja(folder: Path) -> None:
 class BuildLibraries(build_ext):
     def run(self) -> None:
         os.chdir(ROOT)
-        # With --define, a variant for experiments: built in a folder of its own, not installed.
+        # --define builds an experimental variant in a separate folder; it is not installed.
         defines = " ".join(f"-D{name}" for name, _ in self.define or [])
         folder = Path(self.build_temp) if defines else BUILD
         folder.mkdir(parents=True, exist_ok=True)
@@ -165,7 +165,7 @@ class BuildLibraries(build_ext):
         target.mkdir(parents=True, exist_ok=True)
         if "_C_cuda.so" not in files:
             (target / "_C_cuda.so").unlink(missing_ok=True)
-        for name in files:  # replaced, not overwritten: a running process may have it mapped
+        for name in files:  # replace, do not overwrite: a process may have it mapped
             shutil.copy2(BUILD / name, target / f".{name}.new")
             os.replace(target / f".{name}.new", target / name)
 
@@ -174,7 +174,7 @@ class BuildLibraries(build_ext):
 
 
 class CleanBuildPy(build_py):
-    def run(self) -> None:  # files deleted from the package must not live on in build/lib
+    def run(self) -> None:  # files deleted from the package must leave build/lib
         if not self.editable_mode:
             shutil.rmtree(self.build_lib, ignore_errors=True)
         super().run()

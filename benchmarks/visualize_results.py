@@ -20,7 +20,7 @@ def main(
         str | None, typer.Option(help="Impl that ratios are taken to; left out, the run's.")
     ] = None,
 ) -> None:
-    """Draw result files: throughput, ratio to a baseline, share of the roof; for a CPU, latency."""
+    """Plot result files: throughput, ratio to a baseline, share of the roof; CPU latency."""
     plot_command(input_, output_dir, baseline)
 
 

@@ -1,4 +1,4 @@
-"""Profile the kernels of attention impls; works as it is as the target of ncu and nsys:
+"""Profile the kernels of attention impls; also a ready target for ncu and nsys:
 
 python profiling/profile_kernels.py --seq-len 512 --impl flash --backward
 ncu --set full --nvtx --nvtx-include attnscope@cuda-forward/ -o report \\

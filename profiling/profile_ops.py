@@ -1,4 +1,4 @@
-"""Hold the operator table against the raw trace and CUDA events, for our ops and their peers:
+"""Compare the operator table with the raw trace and CUDA events, for our ops and their peers:
 
 python profiling/profile_ops.py --output docs/reports/h200
 """

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-# Inductor's caches do not know an op's schema: a graph cached by another build would be run.
+# Inductor's cache key has no op schema, so Inductor would run a graph cached by another build.
 for cache in ("TORCHINDUCTOR_FX_GRAPH_CACHE", "TORCHINDUCTOR_AUTOGRAD_CACHE"):
     os.environ.setdefault(cache, "0")
 

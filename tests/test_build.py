@@ -1,4 +1,4 @@
-"""The build: what the libraries link, what the wheel holds, how the compiler's words are read."""
+"""The build: libraries linked, files in the wheel, parsing of compiler output."""
 
 import importlib.util
 import json
@@ -44,7 +44,7 @@ def test_there_is_a_library():
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
 def test_a_library_needs_only_the_c_shim_of_torch(library):
-    """No C++ symbol of torch: that is what lets one build run on every later release."""
+    """No C++ symbol of torch is used, so that one build runs on every later release."""
     shim = re.compile(r"(aoti_torch_|torch_)\w+$")
     # libtorch_cpu carries a few unversioned symbols of a newer libstdc++, for old systems.
     system = re.compile(r"\S+@(GLIBC|GLIBCXX|CXXABI|GCC)_[\w.]+$|_ZNK?St(?!\w*(2at|3c10|5torch))")
@@ -186,7 +186,7 @@ def test_a_broken_nvcc_is_named(setup_module_of_tree, tmp_path):
 
 @pytest.fixture
 def ninja_file(setup_module_of_tree, tmp_path, monkeypatch):
-    """Writes the ninja file of a tree with one kernel of each prefix."""
+    """Write the ninja file of a tree with one kernel of each prefix."""
     for source in ("cpu/a.cpp", "binding/library.cpp", "binding/forward.cpp"):
         executable(tmp_path / "csrc" / source)
     for source in ("binding/forward_cpu.cpp", "binding/forward_cuda.cpp"):

@@ -1,4 +1,4 @@
-"""The checks of the tree find what they are for, and nothing in a tree that keeps the rules."""
+"""Tree checks find each violation, and nothing in a tree that follows the rules."""
 
 import importlib.util
 import subprocess
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="module")
 def check_tree():
-    sys.path.insert(0, str(ROOT / "tools"))  # where a script finds the modules beside it
+    sys.path.insert(0, str(ROOT / "tools"))  # as for a script, which finds the modules beside it
     spec = importlib.util.spec_from_file_location("check_tree", ROOT / "tools/check_tree.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -21,7 +21,7 @@ def check_tree():
 
 @pytest.fixture
 def findings(check_tree, tmp_path, capsys):
-    """Checks a tree of the given files by one rule; returns its lines."""
+    """Check a tree of the given files by one rule; return the lines of output."""
 
     def check(rule: str, files: dict[str, str]) -> list[str]:
         for name, text in files.items():

@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it writes, how it refuses."""
+"""The command line: output, files and errors."""
 
 import json
 import os

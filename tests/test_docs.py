@@ -1,4 +1,4 @@
-"""The Python examples of the documentation run as they stand."""
+"""The Python examples of the documentation run unchanged."""
 
 import re
 from pathlib import Path

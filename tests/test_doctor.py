@@ -29,7 +29,7 @@ def fake_tool(folder: Path, name: str, script: str) -> None:
 
 @pytest.fixture
 def only_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that is the whole PATH, and no other place to find a tool in."""
+    """A folder that is the only entry of PATH; no tool is found elsewhere."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))

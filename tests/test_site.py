@@ -1,4 +1,4 @@
-"""The documentation site: links lead where they lead in the tree, and broken ones are found."""
+"""The documentation site: links have the same targets as in the tree; broken links are found."""
 
 import subprocess
 from pathlib import Path

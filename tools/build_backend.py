@@ -1,6 +1,6 @@
-"""The build backend: setuptools, with the rule that an installed torch is the one to build with.
+"""The build backend: setuptools, but builds with the installed torch if there is one.
 
-Named in build-system.requires, torch would be downloaded anew into each isolated build.
+If build-system.requires named torch, each isolated build would download it again.
 """
 
 import importlib.util
@@ -15,7 +15,7 @@ from setuptools.build_meta import *  # noqa: F403
 
 
 def find_package(name: str) -> list[Path]:
-    """Where an installed package lies, without importing it; pip's build isolation hides it."""
+    """Locate an installed package without importing it; pip's build isolation hides it."""
     spec = importlib.util.find_spec(name)
     if spec and spec.submodule_search_locations:
         return [Path(p) for p in spec.submodule_search_locations]

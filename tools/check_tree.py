@@ -1,8 +1,8 @@
-"""Checks that no linter knows: rings of includes, budgets, generated files, links, white space,
-words (word_list.py) and the order of imports (import_rules.py).
+"""Checks that no linter has: include rules, budgets, generated files, links, white space, words
+(word_list.py) and the order of imports (import_rules.py).
 
 `python tools/check_tree.py [RULE ...]` checks the files that git knows or would add; it prints one
-line for each finding and exits 1 if there is any.
+line per finding and exits 1 if there is any.
 """
 
 import ast
@@ -15,8 +15,8 @@ from pathlib import Path
 from import_rules import import_circles, import_order
 from word_list import words
 
-# What a folder of csrc may include, beside the standard library, CUDA and its own project. Device
-# and CPU code never meets torch; the binding meets the stable ABI only.
+# What a folder of csrc may include, besides the standard library, CUDA and this project. Device and
+# CPU code must not include torch; the binding may include the stable ABI only.
 TORCH_INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]((?:torch|ATen|c10|pybind11|Python\.h)[^>"]*)')
 STABLE_HEADERS = ("torch/csrc/stable/", "torch/headeronly/", "torch/csrc/inductor/aoti_torch/c/")
 
@@ -96,7 +96,7 @@ def budgets(root: Path, files: list[Path]) -> Iterator[Finding]:
 
 
 def generated(root: Path, files: list[Path]) -> Iterator[Finding]:
-    """Files that say which script wrote them are what it writes (`script --check` compares)."""
+    """Generated files, which name their script, match its output (`script --check` compares)."""
     for path in files:
         if path.suffix not in DEVICE_SUFFIXES + HOST_SUFFIXES:
             continue
@@ -110,7 +110,7 @@ def generated(root: Path, files: list[Path]) -> Iterator[Finding]:
 
 
 def links(root: Path, files: list[Path]) -> Iterator[Finding]:
-    """Relative links of Markdown files lead to files of the tree, and to headings in them."""
+    """Relative links of Markdown files point to existing files and headings of the tree."""
     known = set(files)
     for path in files:
         if path.suffix != ".md":
@@ -136,14 +136,14 @@ def is_folder(path: Path, files: set[Path]) -> bool:
 
 
 def anchors(path: Path) -> set[str]:
-    """The anchors that Markdown viewers give to headings."""
+    """The anchors that Markdown viewers generate for headings."""
     headings = re.findall(r"^#+\s+(.*?)\s*$", FENCE.sub("", path.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def white_space(root: Path, files: list[Path]) -> Iterator[Finding]:
-    """Of what people write (not of recorded data): no white space at the end of a line, and one
-    line end at the end of a file."""
+    """Handwritten files (not recorded data) have no white space at the end of a line, and end with
+    one line end."""
     for path in files:
         if path.suffix not in WRITTEN_SUFFIXES:
             continue

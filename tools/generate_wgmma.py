@@ -1,6 +1,6 @@
 """Write csrc/ptx/wgmma_shapes.cuh: the operand lists of the wgmma shapes that the kernels use.
 
-`python tools/generate_wgmma.py` writes the file; with --check it only compares.
+`python tools/generate_wgmma.py` writes the file; --check only compares.
 """
 
 from __future__ import annotations

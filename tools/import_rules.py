@@ -1,7 +1,7 @@
-"""The order of python/attnscope: what a module may import, and that no imports form a circle.
+"""Import rules of python/attnscope: the order of its parts, and no import cycles.
 
-Imports inside functions and under TYPE_CHECKING count: they tie modules together all the same. The
-package's own `__init__` is no step of the order: it loads what it names when that is asked for.
+Imports inside functions and under TYPE_CHECKING count too, because they also couple modules. The
+package's `__init__` is outside the order: it imports names lazily.
 """
 
 import ast
@@ -12,7 +12,7 @@ PACKAGE = "attnscope"
 FOLDER = Path("python") / PACKAGE
 Finding = tuple[Path, int, str]
 
-# From the floor up. A part imports parts below it, and those of its own level if `shared` is true.
+# From the bottom up. A part may import lower parts, and parts of its level if `shared` is true.
 LEVELS: tuple[tuple[str, bool, tuple[str, ...]], ...] = (
     ("ground", True, ("common", "schemas", "_load", "ranges")),
     (
@@ -26,7 +26,7 @@ LEVELS: tuple[tuple[str, bool, tuple[str, ...]], ...] = (
     ("studies", False, ("studies",)),
     ("command line", True, ("cli", "__main__")),
 )
-# Inside profile, from the floor up; each imports those before it.
+# Inside profile, from the bottom up; a module may import the modules before it.
 PROFILE = (
     ("errors", "trace", "attribution", "analysis", "render", "api", "record", "script", "command")
 )  # fmt: skip
@@ -34,7 +34,7 @@ _LEVEL = {part: at for at, (_, _, parts) in enumerate(LEVELS) for part in parts}
 
 
 def modules(files: Sequence[Path]) -> dict[str, Path]:
-    """Dotted names of the package's modules, without its own, and their files."""
+    """Dotted names of the package's modules (without the package's name), and their files."""
     found = {}
     for path in files:
         if path.suffix == ".py" and path.is_relative_to(FOLDER):
@@ -61,8 +61,8 @@ def imports(text: str, known: dict[str, Path]) -> Iterator[tuple[str, int]]:
 
 
 def import_order(root: Path, files: list[Path]) -> Iterator[Finding]:
-    """Imports of python/attnscope lead down the order: ground, ops, tools, studies, command line;
-    inside profile from the trace to the command."""
+    """Imports of python/attnscope go down the order: command line, studies, tools, ops, ground;
+    inside profile from the command to the trace."""
     known = modules(files)
     for name, path in known.items():
         part = name.partition(".")[0]
@@ -97,7 +97,7 @@ def _forbidden(name: str, target: str) -> str | None:
 
 
 def import_circles(root: Path, files: list[Path]) -> Iterator[Finding]:
-    """No modules of python/attnscope import each other in a circle."""
+    """Modules of python/attnscope have no import cycle."""
     known = modules(files)
     targets = {
         name: [one for one, _ in imports((root / path).read_text(), known) if one in known]

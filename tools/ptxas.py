@@ -1,4 +1,4 @@
-"""Reads what `ptxas -v` says about a kernel, and refuses kernels that spill."""
+"""Parse the output of `ptxas -v`, and refuse kernels that spill."""
 
 import os
 import re
@@ -74,7 +74,7 @@ def table(kernels: list[Kernel]) -> str:
 
 
 def check(kernels: list[Kernel], warnings: list[str]) -> None:
-    """Ends the build on a spill or a warning; ATTNSCOPE_ALLOW_SPILLS=1 only says them."""
+    """End the build on a spill or a warning; ATTNSCOPE_ALLOW_SPILLS=1 only prints them."""
     problems = list(warnings)
     for k in kernels:
         spills = k["spill_store_bytes"] + k["spill_load_bytes"]

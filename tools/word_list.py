@@ -15,6 +15,8 @@ from pathlib import Path
 # Files and folders that the rule covers. Next: the rest of "csrc" and "python", "tests", "tools".
 COVERED = (
     "README.md", "CONTRIBUTING.md", "docs", "csrc/ptx", "csrc/attn", "csrc/binding",
+    "csrc/cpu", "csrc/kernels/sm80_forward",
+    "tests", "tools", "profiling", "benchmarks", "setup.py",
     "csrc/kernels/sm90_forward",
     "python/attnscope/bench", "python/attnscope/common", "python/attnscope/integrations",
     "python/attnscope/profile",

@@ -1,5 +1,5 @@
-// One query block of the CPU forward: what forward.cpp hands to the kernel, and the kernel's
-// copies, one per instruction set, of which forward.cpp picks one at run time.
+// One query block of the CPU forward: the kernel's parameters and its builds, one per instruction
+// set. forward.cpp picks a build at run time.
 #pragma once
 
 #include <cstddef>
@@ -9,8 +9,8 @@
 
 namespace attnscope::cpu {
 
-inline constexpr int kBlockQ = 64;  // query rows of a block
-inline constexpr int kBlockK = 64;  // keys of one step
+inline constexpr int kBlockQ = 64;  // query rows per block
+inline constexpr int kBlockK = 64;  // keys per step
 
 // Rows [row, row + rows) of one segment and one head. A dense batch entry is a segment.
 struct QueryBlock {
@@ -24,13 +24,13 @@ struct QueryBlock {
   int rows;
 };
 
-// Elements, of the type computed in, that one call needs: queries, scores, accumulator, converted
-// key and value tiles, and four numbers a row.
+// Scratch elements (of the compute type) that one call needs: queries, scores, accumulator,
+// converted K and V tiles, and four numbers per row.
 constexpr int64_t scratch_elements(int64_t head_dim, int64_t head_dim_v) {
   return kBlockQ * (head_dim + kBlockK + head_dim_v + 4) + kBlockK * (head_dim + head_dim_v);
 }
 
-// `scratch` is aligned to 64 bytes.
+// `scratch` must be aligned to 64 bytes.
 using BlockKernel = void (*)(const ForwardParams& params, const QueryBlock& block, void* scratch);
 
 namespace baseline {

@@ -1,5 +1,5 @@
-// The query block kernel for AVX-512. The standard headers come above the pragma, so that whatever
-// they define inline stays usable on any machine.
+// The query block kernel for AVX-512. Standard headers are included above the pragma, so that their
+// inline functions are compiled for the baseline and run on any machine.
 #if defined(__x86_64__)
 
 #include <cmath>

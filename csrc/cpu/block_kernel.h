@@ -1,10 +1,9 @@
 // Online-softmax attention of one query block, for every dtype. Included by block_<isa>.cpp alone.
 //
-// Queries lie in the vector lanes: scores [key][query] = K Q^T and out [dim][query] = V^T P are the
-// same product, of a matrix read element by element where the caller left it and one read by
-// vectors, and maximum, exponential and sum of the softmax need no step across lanes.
-// Scores stay as the product gives them; only their distance from the maximum is scaled, since
-// scaling large scores first would round away what tells them apart.
+// Vector lanes are queries. So scores [key][query] = K Q^T and out [dim][query] = V^T P share one
+// product: the left matrix is read element by element in its given layout, the right one by
+// vectors. The softmax needs no operation across lanes. Scores stay unscaled; only the distance
+// from the row max is scaled. Scaling large scores first would round away their differences.
 #pragma once
 
 #include "attn/params.h"
@@ -16,7 +15,7 @@
 namespace attnscope::cpu::ATTNSCOPE_ISA {
 namespace {
 
-// Longest chain of additions: partial sums of this length are added up, which rounds less.
+// Longest chain of additions. Longer sums add up partial sums of this length, which rounds less.
 constexpr int64_t kSumLength = 64;
 
 // Keys [begin, end) of query i are i + begin .. i + end - 1, cut to the segment.
@@ -49,7 +48,7 @@ void mask(T* scores, int64_t first_key, int64_t keys, int64_t columns, const Vis
   }
 }
 
-// Whether the tile holds NaN or infinity: x * 0 is 0 or NaN.
+// Whether the tile contains NaN or infinity: x * 0 is NaN for those and 0 otherwise.
 template <class T>
 bool has_nonfinite(const Tile<T>& tile, int64_t keys, int64_t dim) {
   constexpr int64_t kStep = 8;  // divides every head dim
@@ -64,7 +63,7 @@ bool has_nonfinite(const Tile<T>& tile, int64_t keys, int64_t dim) {
   return found;
 }
 
-// The tile with 0 in place of NaN and infinity, in `copy`, where a converted tile already lies.
+// Writes the tile to `copy` with 0 for NaN and infinity. A converted tile is already in `copy`.
 template <class T>
 Tile<T> finite_tile(const Tile<T>& tile, int64_t keys, int64_t dim, T* copy) {
   for (int64_t j = 0; j < keys; ++j) {
@@ -76,8 +75,8 @@ Tile<T> finite_tile(const Tile<T>& tile, int64_t keys, int64_t dim, T* copy) {
   return {copy, dim};
 }
 
-// Adds the NaN and infinities of V's rows to acc [dim][query] of the queries that see their key.
-// The weight is left out: it is above 0, and p * inf = inf.
+// Adds the NaN and infinities of V's rows to acc [dim][query] for the queries that see the key.
+// The weight is omitted: it is positive, and p * inf = inf.
 template <class T, class Element>
 void add_nonfinite(const Element* rows, int64_t stride, int64_t first_key, int64_t keys,
                    int64_t dim, int64_t columns, const Visible& visible, T* acc) {
@@ -99,10 +98,10 @@ void cap(T* scores, int64_t count, T scale, T size) {
   }
 }
 
-// How scores as the tile product and cap leave them become exponents, and what makes that true of
-// any scale: the factor is above 0, so that the greatest score has the greatest exponent.
+// Maps scores (after the product and the softcap) to exponents. `factor` is positive, so the
+// greatest score has the greatest exponent whatever the sign of the scale.
 struct ScoreScale {
-  double query;   // of the queries: 1, or the sign of the scale
+  double query;   // multiplies Q: 1, 0 or the sign of the scale
   double factor;  // natural exponent = score * factor
 };
 
@@ -112,12 +111,12 @@ ScoreScale score_scale(const ForwardParams& p) {
   return {p.scale > 0 ? 1.0 : -1.0, std::fabs(p.scale)};
 }
 
-// The state of every query of the block.
+// Softmax state of each query in the block.
 template <class T>
 struct RowState {
   T* maximum;
   T* sum;
-  T* rescale;  // what this step's new maximum makes of older sums
+  T* rescale;  // multiplies earlier sums after this step's new maximum
 };
 
 // scores -> probabilities relative to the running maximum: e^((score - maximum) * factor).
@@ -136,7 +135,7 @@ void softmax(T* scores, int64_t keys, int64_t columns, T factor, const RowState<
     }
     for (int v = 0; v < kVectors; ++v) {
       const int64_t at = col + v * kLanes<T>;
-      // No key seen yet: any finite base does, -infinity would give NaN.
+      // No key seen yet: use any finite base; -infinity would give NaN.
       base[v] = maximum[v] == static_cast<T>(-HUGE_VAL) ? Vec<T>{} : maximum[v];
       const Vec<T> rescale = exp((before[v] - base[v]) * factor);
       sum[v] = Vec<T>{};
@@ -152,7 +151,7 @@ void softmax(T* scores, int64_t keys, int64_t columns, T factor, const RowState<
         store(at, probability);
       }
     }
-    // This step's keys on their own first: next to a large sum the small ones would be lost.
+    // Sum this step's keys separately: small terms would be lost next to a large running sum.
     for (int v = 0; v < kVectors; ++v) {
       T* at = state.sum + col + v * kLanes<T>;
       store(at, load(at) + sum[v]);
@@ -229,7 +228,7 @@ void forward_columns(const ForwardParams& p, const QueryBlock& block, int64_t co
     }
     if (masked) mask(scores, key, keys, columns, visible);
     softmax<T, kVectors>(scores, keys, columns, static_cast<T>(scale.factor), state);
-    // Where some query does not see some key, whose weight is 0: 0 times NaN would be NaN.
+    // A masked key has weight 0, but 0 * NaN is NaN: take non-finite values out of the product.
     const bool split = masked && has_nonfinite(v_tile, keys, head_dim_v);
     if (split) v_tile = finite_tile(v_tile, keys, head_dim_v, v_copy);
     multiply<T, kVectors>(v_tile.data, 1, v_tile.stride, head_dim_v, scores, keys, columns,
@@ -244,7 +243,7 @@ void forward_columns(const ForwardParams& p, const QueryBlock& block, int64_t co
 
 template <class T, class Element>
 void forward_as(const ForwardParams& p, const QueryBlock& block, void* scratch) {
-  // A few queries, as in decoding, fill one vector; a whole block takes as many as registers hold.
+  // Few queries (decoding) fill one vector; a full block uses as many vectors as registers allow.
   if (block.rows <= kLanes<T>) {
     forward_columns<T, Element, 1>(p, block, kLanes<T>, static_cast<T*>(scratch));
   } else {

@@ -14,7 +14,7 @@
 namespace attnscope::cpu {
 namespace {
 
-// The widest kernel that this machine runs. ATTNSCOPE_CPU=avx2 or baseline asks for a narrower one.
+// The widest kernel that this machine supports. ATTNSCOPE_CPU=avx2 or baseline narrows the choice.
 BlockKernel pick_kernel() {
 #if defined(__x86_64__)
   const char* asked = std::getenv("ATTNSCOPE_CPU");
@@ -34,7 +34,7 @@ BlockKernel pick_kernel() {
 
 int64_t clamp(int64_t x, int64_t low, int64_t high) { return std::max(low, std::min(x, high)); }
 
-// Rows of one segment, from cu_seqlens whose contents may be anything.
+// Rows of one segment. The contents of cu_seqlens are not trusted.
 struct Rows {
   int64_t begin;
   int64_t count;
@@ -47,8 +47,8 @@ Rows segment(const int32_t* cu_seqlens, int64_t b, int64_t total, int64_t max_se
 }
 
 // The query blocks of one head, longest first within a segment: under a causal mask the last rows
-// see the most keys, and the threads should not end on one of those. The calling thread's own, kept
-// for its next call.
+// see the most keys, and a long block at the end would leave threads idle. The vector is
+// thread-local and is reused by the thread's next call.
 const std::vector<QueryBlock>& query_blocks(const ForwardParams& p) {
   static thread_local std::vector<QueryBlock> blocks;
   blocks.clear();
@@ -79,8 +79,8 @@ size_t element_size(DType dtype) {
   }
 }
 
-// A thread's memory for one block, at most 560 KiB. It is kept until the thread ends: blocks of
-// this size, allocated and freed at every call, fragment the heap.
+// A thread's scratch for one block, at most 560 KiB. It is kept until the thread ends: allocating
+// and freeing this size at every call fragments the heap.
 void* scratch(size_t bytes) {
   struct Free {
     void operator()(void* data) const { ::operator delete(data, std::align_val_t{64}); }
@@ -110,7 +110,7 @@ void forward(const ForwardParams& params, const ParallelFor& parallel_for) {
   const size_t compute_size = params.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float);
   const size_t scratch_bytes = compute_size * scratch_elements(params.head_dim, params.head_dim_v);
 
-  // Blocks differ in cost, so threads take the next one whenever they are free.
+  // Blocks differ in cost, so each thread takes the next block when it is free.
   std::atomic<int64_t> next{0};
   const int64_t items = count * params.heads_q;
   parallel_for(items, [&](int64_t, int64_t) {

@@ -10,14 +10,14 @@
 namespace attnscope::cpu::ATTNSCOPE_ISA {
 namespace {
 
-// Rows of the accumulator that stays in registers; divides every head dim.
+// Accumulator rows kept in registers; divides every head dim.
 template <int kVectors>
 constexpr int kTileRows = kVectors == 1 ? 8 : 4;
 
 constexpr int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 constexpr int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// A tile of K or V as the product reads it: the caller's memory, or a converted copy.
+// A tile of K or V: the caller's memory, or a converted copy.
 template <class T>
 struct Tile {
   const T* data;
@@ -36,7 +36,7 @@ Tile<T> load_tile(const Element* rows, int64_t stride, int64_t count, int64_t di
   }
 }
 
-// What becomes of the product: c = product, c += product, c = c * rescale + product.
+// How the product is stored: c = product, c += product, or c = c * rescale + product.
 enum class Store { kSet, kAdd, kRescale };
 
 // The product sum over steps of a(r, step) * b[step][:], for kRows rows and kVectors vectors of

@@ -1,6 +1,6 @@
-// Vectors of ATTNSCOPE_VECTOR_BYTES and the functions of them that softmax needs, in a namespace of
-// the instruction set. Included by block_<isa>.cpp alone, below its target pragma; the standard
-// library's templates stay out, since the linker would share them with code for older machines.
+// Vectors of ATTNSCOPE_VECTOR_BYTES and the functions that softmax needs, in one namespace per
+// instruction set. Only block_<isa>.cpp includes this file, below its target pragma. Do not use
+// templates of the standard library: the linker would share them with code for older machines.
 #pragma once
 
 #include <cmath>

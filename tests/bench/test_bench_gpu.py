@@ -1,4 +1,4 @@
-"""The bench on a GPU: known durations, cache modes, backends proved, failures as rows."""
+"""The bench on a GPU: known durations, cache modes, verified backends, failures as rows."""
 
 import subprocess
 import sys
@@ -44,7 +44,7 @@ def median(call, settings: Settings, timer=None) -> float:
 
 @pytest.fixture(scope="module")
 def spin_2ms():
-    """A kernel that spins for 2 ms: its cycles calibrated on a spin long enough to be exact."""
+    """A kernel that spins for 2 ms, calibrated in clock cycles on a longer spin."""
 
     def milliseconds(cycles: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -150,7 +150,7 @@ def test_a_call_that_waits_for_the_gpu_ends_with_the_reason_and_the_next_ones_ar
 
 
 def test_cold_is_slower_than_warm_and_does_not_depend_on_the_flush():
-    x = torch.randn(1 << 20, device=GPU)  # 4 MiB: stays in the L2 unless it is flushed
+    x = torch.randn(1 << 20, device=GPU)  # 4 MiB: stays in L2 unless flushed
     l2 = torch.cuda.get_device_properties(GPU).L2_cache_size
     settings = fixed(50)
     times = [median(lambda: x.sum(), settings, CudaEvents(GPU, n * l2)) for n in (0, 1, 2, 4)]
@@ -280,7 +280,7 @@ CASES = [
 ]
 
 
-COMPILED = ("fa4", "flex")  # at every new shape, for seconds
+COMPILED = ("fa4", "flex")  # compile for seconds at every new shape
 NAMES = [
     pytest.param(name, marks=[pytest.mark.slow] if name in COMPILED else [])
     for name in IMPLS

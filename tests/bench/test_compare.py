@@ -1,4 +1,4 @@
-"""Comparing result files: ratios, intervals, the gate, and what it refuses."""
+"""Comparison of result files: ratios, intervals, the gate, and refused input."""
 
 import math
 from collections.abc import Callable

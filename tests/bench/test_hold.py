@@ -1,4 +1,4 @@
-"""A stream is held until a sample is enqueued whole, and never for longer than the time-out."""
+"""StreamHold blocks a stream until a whole sample is enqueued, at most until the time-out."""
 
 import threading
 import time
@@ -9,7 +9,7 @@ from attnscope.bench.hold import HoldTimeout, StreamHold
 
 
 class FakeStream:
-    """A stream whose work runs in a thread: waits for a count, then for nothing."""
+    """A stream whose work runs in a thread and waits for a release count."""
 
     def __init__(self) -> None:
         self.word = 0
@@ -59,7 +59,7 @@ def test_a_late_release_does_not_release_the_next_sample():
     hold = StreamHold(stream, timeout_s=0.2)
     for _ in range(20):
         with hold():
-            time.sleep(0.05)  # together beyond the time-out, alone within it
+            time.sleep(0.05)  # 20 sleeps exceed the time-out, one does not
             assert stream.word < stream.waits[-1]
 
 

@@ -1,4 +1,4 @@
-"""Impls: reasons instead of gaps, right calls of other packages, proof of what ran."""
+"""Impls: reasons for missing ones, correct calls of other packages, verified kernels."""
 
 import importlib
 import sys
@@ -153,7 +153,7 @@ def test_no_kernel_at_all_proves_nothing():
     assert "no kernel was seen" in str(IMPLS["cuda"].unproved([], "cuda"))
 
 
-# A stand-in that computes right and writes down how it was called.
+# A stand-in that computes correctly and records its arguments.
 FAKE = """
     import torch
     from attnscope.reference import attention_reference
@@ -176,7 +176,7 @@ FAKE = """
 """
 
 
-# The part of FlashAttention-3 below its public functions.
+# The private functions of FlashAttention-3 that the public ones call.
 FAKE_METADATA = """
     class fa3_fwd_cuda:
         @staticmethod

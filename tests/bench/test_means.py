@@ -1,4 +1,4 @@
-"""Means say which peers and which lengths they are over."""
+"""Reports of means name the peers and the lengths that were averaged."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ SHORT, LONG, LONGER = (
 
 
 def rows() -> list[dict[str, Any]]:
-    """Twice as fast as the fastest peer at 64 tokens, as fast as it beyond."""
+    """Rows twice as fast as the fastest peer at 64 tokens, equally fast at longer lengths."""
     return [
         ok_row("cuda", SHORT, 1.0), ok_row("fa3", SHORT, 2.0), ok_row("sdpa-cudnn", SHORT, 3.0),
         ok_row("cuda", LONG, 1.0), ok_row("fa3", LONG, 1.25), ok_row("sdpa-cudnn", LONG, 1.0),

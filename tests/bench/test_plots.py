@@ -1,4 +1,4 @@
-"""Figures and tables of result files, from made-up numbers."""
+"""Figures and tables of synthetic result files."""
 
 import json
 import xml.etree.ElementTree as ElementTree
@@ -42,7 +42,7 @@ def figure_of(family: Family, kind: Kind) -> Figure:
 
 
 def overlapping_texts(figure: Figure) -> list[tuple[str, str]]:
-    """Pairs of drawn texts whose boxes meet, and texts that leave the figure."""
+    """Pairs of texts that overlap, and texts outside the figure."""
     drawn: dict[Text, None] = {}
     draw_text = Text.draw
 
@@ -53,7 +53,7 @@ def overlapping_texts(figure: Figure) -> list[tuple[str, str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Text, "draw", draw_and_note)
         FigureCanvasAgg(figure).draw()
-    # The title ends in empty lines, where the conditions stand.
+    # The title ends in empty lines, which make room for the conditions.
     boxes = [
         (text.get_text(), text.get_window_extent())
         for text in drawn
@@ -105,7 +105,7 @@ def test_paper_suite_is_one_panel_for_each_head_dim_and_mask() -> None:
 
 
 def test_throughput_ratio_and_roof_values() -> None:
-    work = paper()[6 + 0]  # causal, head dim 64, 512: below the memory part of the roof
+    work = paper()[6 + 0]  # causal, head dim 64, 512: memory-bound
     rows = [ok_row("cuda-sm80", work, 0.5), ok_row("sdpa-flash", work, 1.0)]
     family = family_of(rows)
     throughput, ratio, roof = kinds_of(family)
@@ -318,7 +318,7 @@ def test_many_lengths_have_few_labels() -> None:
 
 
 def test_intervals_of_many_rows_take_no_time() -> None:
-    """The draws are shared by all rows with as many samples: 7,200 intervals in seconds."""
+    """Rows with equal sample counts share bootstrap draws: 7,200 intervals take seconds."""
     from attnscope.bench import statistics
 
     statistics._median_ranks.cache_clear()

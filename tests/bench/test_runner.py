@@ -1,4 +1,4 @@
-"""Sweeps: a row for every impl whatever happens to it, nothing lost, resumable."""
+"""Sweeps: a row for every impl even if it fails, no lost rows, resumable."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ OTHER = Workload.of(seqlen=48, heads=2, head_dim=16, dtype="float32")
 
 
 def fake(name: str, body=None, **more) -> Impl:
-    """An impl that is right, unless `body(work, inputs, right)` does something else."""
+    """A correct impl, unless `body(work, inputs, right)` changes the result."""
 
     def make(work, inputs):
         def right():
@@ -175,7 +175,7 @@ BOTH = Settings(l2="warm", min_samples=5, max_samples=5, layouts="both")
 
 
 def slow_in(layout: str):
-    """An impl that is right, and slow for inputs of one layout."""
+    """A correct impl that is slow for one layout of the inputs."""
 
     def body(work, inputs, right):
         if inputs[0].is_contiguous() == (layout == "bshd"):

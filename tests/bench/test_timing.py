@@ -1,4 +1,4 @@
-"""Timers measure what they say; impls are interleaved; errors stay where they happen."""
+"""Timers measure known durations; impls are interleaved; one impl's error stops no other."""
 
 import time
 
@@ -39,7 +39,7 @@ def test_a_call_of_2_ms_takes_2_ms(samples):
         took.append((time.perf_counter() - start) * 1e3)
 
     timings = time_interleaved({"spin": [spin]}, WallClock(), fixed(samples))
-    # 2 ms, or longer where other programs had the processor meanwhile.
+    # 2 ms, or longer if the processor was busy.
     assert min(took) >= 2.0
     assert timings["spin"].samples_ms == pytest.approx(took[-samples:], rel=0.05)
     assert len(timings["spin"].samples_ms) == samples
@@ -80,7 +80,7 @@ def test_rounds_end_with_the_budget_but_not_before_the_least():
 
 
 class Enqueues(WallClock):
-    """A timer that takes the host's time to enqueue a call apart, as a GPU's does."""
+    """A timer that reports the host's enqueue time separately, as a GPU timer does."""
 
     def measure(self, call) -> Sample:
         return Sample(super().measure(call).ms, host_us=len(self.taken))

@@ -1,4 +1,4 @@
-"""Workloads: exact work, round trips, errors that name the field, suites."""
+"""Workloads: exact FLOPs and bytes, round trips, errors that name the field, suites."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Peaks by card: told apart, dense, and none for a card that is not known."""
+"""Peaks by card: dense, different for similar names, none for an unknown card."""
 
 import pytest
 
@@ -62,7 +62,7 @@ def test_peaks_are_dense_and_within_reach_of_the_boost_clock(device) -> None:
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
 def test_peaks_of_one_card_fit_together(device) -> None:
-    """By what tensor cores do in a clock: TF32 half of bf16, fp8 twice; datasheets round."""
+    """Rates per clock relative to bf16: TF32 half, fp8 twice. Datasheets round."""
     peaks = device.peaks
     assert peaks["tfloat32"] == pytest.approx(peaks["bfloat16"] / 2, rel=0.02)
     assert peaks.get("float8_e4m3fn") == peaks.get("float8_e5m2")
@@ -70,7 +70,7 @@ def test_peaks_of_one_card_fit_together(device) -> None:
         assert peaks["float8_e4m3fn"] == pytest.approx(2 * peaks["bfloat16"], rel=0.02)
         for dtype, times in (("tfloat32", 0.5), ("float8_e4m3fn", 2)):
             assert device.peak_at(dtype, 1000) == times * device.peak_at("bfloat16", 1000)
-    # The tensor cores of A100, A30 and Hopper do as many fp64 FLOPs as the other units do fp32.
+    # On A100, A30 and Hopper the fp64 tensor core rate equals the fp32 rate of the CUDA cores.
     assert peaks.get("float64") in (None, peaks.get("float32"))
 
 

@@ -22,7 +22,7 @@ SIZES: dict[str, Any] = dict(
     vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0,
 )  # fmt: skip
-# Gemma 2's softcap is made so low that leaving it out cannot pass.
+# Gemma 2's softcap is low enough that a call without it fails.
 CONFIGS: dict[str, Any] = {
     "Llama": ("LlamaConfig", {}),
     "Qwen2": ("Qwen2Config", {}),
@@ -48,7 +48,7 @@ def build(name: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     torch.manual_seed(0)
     config = getattr(hf, kind)(**(SIZES | options))
     model = hf.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    with torch.no_grad():  # scores that are not all alike, so that a mask or a cap shows
+    with torch.no_grad():  # scores differ enough that a mask or a cap has an effect
         for name, weight in model.named_parameters():
             if "q_proj" in name or "k_proj" in name:
                 weight.mul_(12)
@@ -82,7 +82,7 @@ def logits(model: Any, impl: str = registered.NAME, **inputs: Any) -> Tensor:
 
 
 def assert_in_bound(got: Tensor, model: Any, **inputs: Any) -> None:
-    """The error against fp64 is at most what eager attention's is, by the project's rule."""
+    """Compare the error against fp64 with eager attention's, by the project's rule."""
     truth = logits(copy.deepcopy(model).double(), "eager", **inputs)
     verdict = judge(got, truth, logits(model, "eager", **inputs))
     assert verdict["status"] == "ok", verdict["reason"]
@@ -187,7 +187,7 @@ def test_an_exported_model_has_the_same_logits(model: Any, tokens: Tensor, maske
 
 
 def test_a_graph_asserts_what_tracing_cannot_see(llama: Any, tokens: Tensor) -> None:
-    """Padding and packed sequences are values; no graph computes them as if they were not there."""
+    """Padding and packing are values that tracing cannot see; a graph must not ignore them."""
     llama.set_attn_implementation(registered.NAME)
     torch._dynamo.reset()
     compiled = torch.compile(llama, fullgraph=True, backend="aot_eager")
@@ -206,7 +206,7 @@ def test_a_graph_asserts_what_tracing_cannot_see(llama: Any, tokens: Tensor) -> 
 
 @pytest.mark.slow
 def test_inductor_compiles_the_assertions(tokens: Tensor) -> None:
-    """It writes their messages into C++ without escaping them."""
+    """Inductor writes assertion messages into C++ without escaping them."""
     model = build("Gemma 2", torch.float32)
     want = logits(model, input_ids=tokens)
     torch._dynamo.reset()
@@ -247,7 +247,7 @@ LENGTHS = (7, 12, 1, 20)
 
 @pytest.fixture
 def packed(tokens: Tensor) -> dict[str, Any]:
-    """What DataCollatorWithFlattening makes of sequences of LENGTHS tokens."""
+    """The output of DataCollatorWithFlattening for sequences of LENGTHS tokens."""
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0).int()
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     return dict(
@@ -360,7 +360,7 @@ def test_a_window_of_the_layer_that_is_not_the_masks_is_refused(tensors: dict[st
     note = registered.mask(2, 24, 24, mask_function=window, local_size=WINDOW)
     tensors["attention_mask"] = note
     want, _ = registered.forward(torch.nn.Module(), **tensors, sliding_window=WINDOW)
-    got, _ = registered.forward(torch.nn.Module(), **tensors)  # a layer that does not pass it on
+    got, _ = registered.forward(torch.nn.Module(), **tensors)  # a layer that does not pass it
     assert torch.equal(got, want)
     with pytest.raises(ValueError, match=r"sliding_window must be that of the mask \(8\), got 9"):
         registered.forward(torch.nn.Module(), **tensors, sliding_window=WINDOW + 1)

@@ -1,7 +1,7 @@
 """Device functions for extreme values, compiled for the host: their arithmetic and addresses.
 
-tests/kernels/device_stubs has, in plain C++, the PTX wrappers and CUDA headers that they include. A
-thread is a value of threadIdx.x.
+tests/kernels/device_stubs replaces the PTX wrappers and CUDA headers by plain C++. A test sets
+threadIdx.x to choose the thread.
 """
 
 import shutil

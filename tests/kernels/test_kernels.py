@@ -1,4 +1,4 @@
-"""The kernel table: theoretical occupancy, and tiles joined with what the build measured."""
+"""The kernel table: theoretical occupancy, and tiles joined with the build's ptxas numbers."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from attnscope import _load, kernels
 from attnscope.common.hardware.occupancy import sm_of_arch, theoretical_occupancy
 
 
-# What NVIDIA's occupancy calculator (cuda_occupancy.h) says: blocks per SM, and the limiter.
+# Results of NVIDIA's occupancy calculator (cuda_occupancy.h): blocks per SM, and the limiter.
 @pytest.mark.parametrize(
     ("arch", "registers", "threads", "shared", "blocks", "limiter"),
     [
@@ -201,7 +201,7 @@ def test_the_tile_that_serves_a_call(name):
 
 
 def test_a_causal_call_is_one_without_a_left_bound():
-    """The binding drops bounds past every key, so the choice must do so too."""
+    """The binding drops window bounds beyond every key; the tile choice must match."""
     call = BASE._replace(head_dim=64, head_dim_v=64, seqlen_q=2048, seqlen_k=2048, batch=64)
     sizes = {
         (causal, window): kernels.tile_size(

@@ -1,7 +1,7 @@
 """compute-sanitizer on the kernels: memory, races, barriers, uninitialised memory.
 
-racecheck follows an mbarrier's arrivals for the lane that arrives, and no copy by TMA. It runs on a
-variant of the library in which every lane that has read arrives (csrc/attn/faults.cuh).
+racecheck sees an mbarrier arrival for the arriving lane only, and no TMA copy. It therefore runs on
+a variant of the library in which every reading lane arrives (csrc/attn/faults.cuh).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CLEAN = {
     "synccheck": NO_ERRORS,
     "initcheck": NO_ERRORS,
 }
-# initcheck: `values` reads outputs that TMA has written, which the tool does not see.
+# initcheck: `values` reads outputs written by TMA, which the tool does not see.
 RUNS = [
     (tool, impl, part)
     for tool in CLEAN
@@ -87,7 +87,7 @@ def test_compute_sanitizer_finds_nothing(tool, impl, part):
 @pytest.mark.sanitizer
 @pytest.mark.slow
 def test_racecheck_finds_a_planted_race():
-    """A scheduler that does not wait for the readers of a tile's description."""
+    """The variant whose scheduler does not wait for the readers of a tile's description."""
     result = sanitize("racecheck", "cuda", "handover", build("planted-race"))
     assert "calls done" in result.stdout, result.stdout[-2000:] + result.stderr[-2000:]
     (hazards,) = re.findall(r"RACECHECK SUMMARY: (\d+) hazards? displayed", result.stdout)

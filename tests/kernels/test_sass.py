@@ -1,4 +1,4 @@
-"""What the compiler made of the Hopper kernels, read from the built library. Needs no GPU."""
+"""SASS of the Hopper kernels, read from the built library. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ each_kernel = pytest.mark.parametrize(
 
 @each_kernel
 def test_products_are_as_wide_as_the_tile(tile, element):
-    """S = Q K^T takes all keys of a step in one instruction, O += P V all of the head dim."""
+    """One instruction of S = Q K^T covers all keys of a step; of O += P V, the head dim."""
     shapes = re.findall(r"HGMMA\.64x(\d+)x16(\S*)", code_of(tile, element))
     assert {kind for _, kind in shapes} == {ELEMENTS[element]}
     assert {int(width) for width, _ in shapes} == {tile["block_n"], tile["head_dim"]}
-    # However often the loop is unrolled: each product over its whole depth.
+    # At any unrolling of the loop, each product covers its whole depth.
     scores, output = tile["head_dim"] // 16, tile["block_n"] // 16
     widths = [int(width) for width, _ in shapes]
     assert widths.count(tile["block_n"]) % scores == 0
@@ -68,7 +68,7 @@ def test_copies_are_done_by_the_copy_engine_and_registers_are_moved(tile, elemen
 
 @each_kernel
 def test_exponentials_stand_before_the_wait_for_the_output(tile, element):
-    """Between the wait for S (one product may be pending) and the wait for P V (none may)."""
+    """EX2 comes after the wait for S (one pending product) and before the wait for P V (none)."""
     code = code_of(tile, element)
     events = re.findall(r"DEPBAR\.LE gsb0, 0x([01])|MUFU\.(EX2)|HGMMA\.(64x)", code)
     words = ["".join(event) for event in events]
@@ -79,15 +79,15 @@ def test_exponentials_stand_before_the_wait_for_the_output(tile, element):
 
 @each_kernel
 def test_nothing_in_the_main_loop_waits_for_a_uniform_value(tile, element):
-    """Descriptors and slots stay on the uniform datapath: a REDUX would come before products."""
+    """Descriptors and slots stay on the uniform datapath; otherwise REDUX precedes products."""
     loop = sass.main_loop(code_of(tile, element))
     widths = {int(width) for width in re.findall(r"HGMMA\.64x(\d+)x16", loop)}
     assert widths == {tile["block_n"], tile["head_dim"]}
-    # One where a maximum rises, for each copy of the step; none before the products of a step.
+    # One REDUX per copy of the step, where a row max increases; none before a step's products.
     steps = re.split(r"WARPGROUP\.ARRIVE", loop)
     assert all("REDUX" not in part[:2000] for part in steps[1:])
     assert loop.count("REDUX") <= 2
-    # A branch around a release took ring positions off the uniform datapath: 48 R2UR a loop.
+    # A branch around a release moved ring positions off the uniform datapath: 48 R2UR per loop.
     assert loop.count("R2UR") <= {192: 14, 256: 26}.get(tile["head_dim"], 0)
 
 

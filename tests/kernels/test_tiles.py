@@ -1,4 +1,4 @@
-"""Which tile serves which call: pure functions of the tile tables, compiled on the host."""
+"""The choice of a tile for a call: pure functions of the tile tables, compiled on the host."""
 
 import shutil
 import subprocess

@@ -143,7 +143,7 @@ def test_inference_tensors_are_taken(call, qkv):
         inputs = [x.clone() for x in qkv]
     assert torch.equal(call(*inputs), call(*qkv))
     with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
-        call(needs_grad(qkv[0]), *inputs[1:])  # as torch's own attention
+        call(needs_grad(qkv[0]), *inputs[1:])  # as torch's attention does
 
 
 @pytest.mark.parametrize("grad", [False, True])

@@ -1,4 +1,4 @@
-"""torch.compile and torch.export of calls whose numbers change."""
+"""torch.compile and torch.export of calls whose sizes and options change."""
 
 from __future__ import annotations
 

@@ -91,19 +91,19 @@ def test_hidden_keys_of_a_tile_that_others_see_do_not_leak(target, poison):
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 def test_sixteen_bit_formats_convert_exactly(dtype):
-    # With one key out is v: every bit pattern goes to fp32 and back.
+    # With one key, out is v: every bit pattern is converted to fp32 and back.
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int16)
     v = patterns.view(dtype).view(1, 1, 256, 256)
     q = torch.zeros(1, 1, 256, 8, dtype=dtype)
     out = attention(q, q, v)
     assert torch.equal(out.isnan(), v.isnan())
-    same = (v + 0.0).nan_to_num(0.0, INF, -INF)  # a sum that begins with 0 makes 0 of -0
+    same = (v + 0.0).nan_to_num(0.0, INF, -INF)  # a sum that starts at 0 turns -0 into 0
     assert torch.equal(out.nan_to_num(0.0, INF, -INF).view(torch.int16), same.view(torch.int16))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 def test_sixteen_bit_results_round_to_nearest_even(dtype):
-    # With two equal keys out is the mean: neighbours give ties, and halves of subnormals.
+    # With two equal keys, out is the mean: adjacent values give ties and halves of subnormals.
     low = torch.arange(0, 2**15 - 256, dtype=torch.int16).view(dtype)
     low = low[low.isfinite()][: 126 * 256].view(1, 1, -1, 256)
     high = (low.view(torch.int16) + 1).view(dtype)
@@ -139,7 +139,7 @@ def test_thread_count_does_not_change_the_bits():
 
 
 def test_offsets_pass_two_to_the_31():
-    # The pages in between are never touched, so they take no memory.
+    # The pages in between are never touched, so they use no memory.
     row_stride, rows = 2**31 + 64, 3
     try:
         buffer = torch.empty(rows * row_stride, dtype=BF16)
@@ -169,8 +169,8 @@ def test_memory_is_linear_in_sequence_length():
     assert peak(65536) < 64 * 1024  # the scores would take 16 GiB
 
 
-# In a process of its own, whose heap no other test has filled. With scratch allocated at each call
-# it grows by 4 to 10 KiB a call.
+# In a separate process, whose heap no other test has filled. If each call allocated its scratch,
+# the heap would grow by 4 to 10 KiB per call.
 TINY_CALLS = """
 import torch
 from attnscope import attention

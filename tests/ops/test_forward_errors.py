@@ -1,4 +1,4 @@
-"""Bad input gives a Python exception that names the argument, the rule and the value."""
+"""Bad input raises a Python exception that names the argument, the rule and the value."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.gpu
 BF16, FP16 = torch.bfloat16, torch.float16
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
-# Triton compiles a kernel for each dtype and head dim, which takes most of its time here: fp16 runs
-# in the one test below that goes over both dtypes.
+# Triton's tests spend most of their time compiling a kernel for each dtype and head dim. So fp16
+# runs only in the test below that covers both dtypes.
 IMPLS = {
     "cuda-bf16": ("cuda", BF16),
     "cuda-fp16": ("cuda", FP16),
@@ -120,7 +120,7 @@ def test_two_heads_in_a_tile(target, seqlen_q, heads, mask):
     assert_workload_passes(target, seqlen_k=200, head_dim=64, **shape, **MASKS[mask])
 
 
-# Long enough that the Hopper kernel takes its tiles for long sequences.
+# Long enough that the Hopper kernel uses its tiles for long sequences.
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_long_sequences(target, head_dim, mask):
@@ -411,7 +411,7 @@ def test_contents_of_cu_seqlens_are_checked_on_request(bf16_target, monkeypatch)
 
 
 def test_triton_launches_follow_every_fact_of_a_call():
-    """Calls that differ in one fact each, in an order that would reuse a wrong launch."""
+    """Calls that differ in one property each, in an order that could reuse a wrong launch."""
     target = _target("triton", BF16)
     q, k, v = target.qkv(2, 70, 70, 4, 2)
     buffer = torch.empty(q.numel() + 1, dtype=BF16, device="cuda")

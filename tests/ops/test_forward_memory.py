@@ -1,4 +1,4 @@
-"""Calls give back all the memory they take."""
+"""Calls free all the memory that they allocate."""
 
 from __future__ import annotations
 

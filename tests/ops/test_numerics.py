@@ -1,4 +1,4 @@
-"""The gate: right results pass in every dtype and kind of input, planted faults do not."""
+"""The gate: correct results pass in every dtype and kind of input, planted faults fail."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_packed_workloads_pass():
     assert check(work).passed
 
 
-# Faults. Each takes what a right kernel does and returns what a faulty one would.
+# Faults. Each takes the results of a correct kernel and returns those of a faulty one.
 
 
 def one_element(fn, q, k, v):
@@ -245,7 +245,7 @@ def test_memory_is_poisoned_before_each_run(monkeypatch):
 
 
 class TestSampling:
-    """Above a size, some heads and rows are compared and everything is looked at."""
+    """Above a size, only some heads and rows are compared, but every value is scanned."""
 
     work = Workload.of(batch=2, seqlen=1500, heads=4, head_dim=16, dtype="float32", causal=True)
 

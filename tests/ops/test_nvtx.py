@@ -1,4 +1,4 @@
-"""The NVTX ranges that calls really emit, as a tool sees them."""
+"""The NVTX ranges that calls emit, as an NVTX tool receives them."""
 
 from __future__ import annotations
 

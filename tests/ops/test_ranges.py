@@ -1,4 +1,4 @@
-"""NVTX names: the Python and the C++ side say the same, and only known ranges can be pushed."""
+"""NVTX names: Python and C++ define the same ones, and only known ranges can be pushed."""
 
 import re
 from pathlib import Path

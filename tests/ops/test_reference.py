@@ -118,7 +118,7 @@ def test_keys_that_a_row_does_not_see_may_hold_anything(poison):
     clean = attention_reference(q, k, v, causal=True)
     k[:, 7:], v[:, 7:] = poison, poison
     out, lse = attention_reference(q, k, v, causal=True)
-    exact = {"rtol": 1e-12, "atol": 1e-12}  # another order of sums, with some BLAS
+    exact = {"rtol": 1e-12, "atol": 1e-12}  # some BLAS libraries sum in another order
     torch.testing.assert_close(out[:, :7], clean[0][:, :7], **exact)
     torch.testing.assert_close(lse[..., :7], clean[1][..., :7], **exact)
     assert out[:, 7:].isnan().all()

@@ -36,7 +36,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 def test_interpreted_kernel():
     tests = Path(__file__).parents[1] / "support" / "interpreted_triton.py"
-    # Its matrices are small: threads of numpy's would cost more than they bring.
+    # The matrices are small: numpy's threads would cost more time than they save.
     settings = {"TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1"}
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(tests)],
@@ -111,11 +111,11 @@ def test_hopper_code(head_dim, causal, tmp_path):
     code = compile_for(90, head_dim, head_dim, tmp_path, HAS_RIGHT=causal)
     assert code.ptx.count("wgmma.mma_async") >= 4 and code.in_loops("HGMMA")
     assert not code.in_loops("LDL") and not code.in_loops("STL"), "the main loop spills"
-    # At head dim 128 a few values wait in memory, once a tile, for the loop of doubtful tiles.
+    # At head dim 128 a few values are spilled once per tile, for the loop of doubtful tiles.
     if head_dim < 256:
         most = 8 if head_dim == 128 else 0
         assert code.count("LDL") <= most and code.count("STL") <= most
-    # Asynchronous copies of 16 bytes feed the loop; single elements would be loaded without.
+    # The loop loads by asynchronous copies of 16 bytes; single elements would use plain loads.
     assert code.in_loops("LDGSTS") and all("128" in text for text in code.in_loops("LDGSTS"))
     assert code.shared_bytes <= 227 << 10
     mask = "causal_or_right" if causal else "full"
@@ -158,7 +158,7 @@ def test_launch_arguments_are_in_the_order_of_the_kernel():
 
 
 class TestOnFakeCuda:
-    """What torch.compile does with the op before there is any device."""
+    """Trace the op as torch.compile does, without a device."""
 
     @pytest.fixture(autouse=True)
     def some_hopper(self, monkeypatch):

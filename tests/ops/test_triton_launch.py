@@ -1,4 +1,4 @@
-"""What a Triton call does once for many calls, with a stand-in for the compiled kernel."""
+"""The launcher's cache across Triton calls, with a stand-in for the compiled kernel."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_unaligned_pointers_are_left_to_triton(jit):
 def test_integers_beyond_32_bits_are_left_to_triton(jit):
     q, k, v = tensors(seqlen=1)
     q, k, v = q[:1], k[:1], v[:1]
-    far = q.as_strided(q.shape, (8 * 2**31, 256, 64, 1))  # a stride that nothing follows
+    far = q.as_strided(q.shape, (8 * 2**31, 256, 64, 1))  # an unused stride
     for _ in range(2):
         launch(q, k, v)
         launch(far, k, v)

@@ -1,4 +1,4 @@
-"""Who owns GPU time: each kernel once, by the op, range, module that launched it, or said not."""
+"""Owners of GPU time: each kernel has one op, range and module, or is reported as unowned."""
 
 import gzip
 import json
@@ -95,13 +95,13 @@ def test_the_join_by_time_agrees_with_the_external_ids(name: str) -> None:
 
 
 def test_threads_with_one_pthread_id_own_what_they_launched() -> None:
-    """Two threads, one after the other; the calls of both have the number of a third one."""
+    """Two threads run in turn; PyTorch records the calls of both under a third thread's id."""
     owners = recording("threads")
     numbers = {e.thread for e in owners.trace.cpu if e.kind == "range"}
     with gzip.open(RECORDED / "threads.json.gz", "rt") as file:
         raw = [e for e in json.load(file)["traceEvents"] if e.get("cat") == "cuda_runtime"]
     assert len(numbers) == 2 and not numbers & {e["tid"] for e in raw}
-    # In each a launch past PyTorch comes last: nothing proves its thread, so it is unowned.
+    # Each thread ends with a launch outside PyTorch. Its thread is unknown, so it is unowned.
     past = [k for k in owners.trace.kernels if "spin_kernel" in k.name]
     assert [(owners.op(k), owners.ranges(k)) for k in past] == [(None, ())] * 2
     assert owners.unowned == past
@@ -152,7 +152,7 @@ def test_backward_belongs_to_the_range_around_the_call_of_backward() -> None:
 
 
 def test_backward_belongs_to_the_forward_op_with_its_sequence_number() -> None:
-    """Kineto's own arrows ("fwdbwd") are the check: they are not read by the trace reader."""
+    """Compare with Kineto's "fwdbwd" arrows, which the trace reader does not read."""
     owners = recording("train")
     arrows = json.loads(_unpacked("train"))["traceEvents"]
     arrows = [e for e in arrows if e.get("cat") == "fwdbwd"]
@@ -245,7 +245,7 @@ def test_replayed_kernels_belong_to_the_replay_and_it_is_said() -> None:
         assert row["self_gpu_us"] == pytest.approx(owners.replayed_ns / 1e3)
         assert "replays of CUDA graphs (the trace does not say which" in attribution_line(owners)
     both = operators(recording("graph_both"))
-    assert both["attnscope::forward"]["gpu_us"] == 0  # captured, never run by itself
+    assert both["attnscope::forward"]["gpu_us"] == 0  # captured, never run eagerly
 
 
 def test_streams_that_overlap_are_busy_once() -> None:
@@ -261,7 +261,7 @@ def test_streams_that_overlap_are_busy_once() -> None:
 def test_module_loading_is_no_device_time() -> None:
     owners = recording("cold")
     row = operators(owners)["aten::mm"]
-    assert row["gpu_us"] == pytest.approx(6.88)  # key_averages() says 41.28
+    assert row["gpu_us"] == pytest.approx(6.88)  # key_averages() reports 41.28
     rows = json.loads((RECORDED / "cold.averages.json").read_text())
     table = comparison(owners, rows).set_index("name")
     mm = table.loc["aten::mm"]
@@ -307,7 +307,7 @@ def test_rows_that_are_no_ops_are_said_to_be_none(tmp_path: Path) -> None:
 
 
 def test_annotations_on_the_gpu_are_not_counted(tmp_path: Path) -> None:
-    """A range of 100 us with an op whose kernel takes 60: 60 is the time of each, once."""
+    """A range of 100 us with an op whose kernel takes 60 us: each has 60 us, counted once."""
     annotation = kernel(0, 0, 100, "step") | {"cat": "gpu_user_annotation"}
     owners = made(
         tmp_path,
@@ -324,7 +324,7 @@ def test_every_kind_of_launch_call_is_joined_to_its_op(tmp_path: Path) -> None:
     calls = ["cudaLaunchKernel", "cuLaunchKernel", "cuLaunchKernelEx", "cudaLaunchKernelExC"]
     events = []
     for at, (name, call) in enumerate(zip("abcd", calls, strict=True)):
-        # External ids of another scheme than the correlations: mixed up, the time would be lost.
+        # External ids differ from correlation ids: a mix-up would lose the time.
         events += [
             op(name, 100 * at, 100 * at + 50, **{"External id": 7 - at}),
             launch(at + 1, 100 * at + 10, call),
@@ -473,7 +473,7 @@ def test_a_table_that_cannot_be_true_is_refused(
         check_tables(owners, *made_of)
 
 
-@settings(deadline=None)  # beside other tests it may have to wait
+@settings(deadline=None)  # other tests may keep the processor busy
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=12))
 def test_busy_is_the_number_of_instants_covered(spans: list[tuple[int, int]]) -> None:
     events = [GpuEvent("kernel", "k", start, start + length, 0, 7) for start, length in spans]
@@ -489,7 +489,7 @@ def test_a_trace_without_gpu_work_has_no_share(tmp_path: Path) -> None:
 
 
 def test_a_thread_with_the_number_of_one_that_ended_owns_its_kernels(tmp_path: Path) -> None:
-    """The profiler keeps the first number that it saw with a pthread id: calls have that of 1."""
+    """The profiler keeps the first thread id seen for a pthread id, so all calls have id 1."""
     path = write_trace(
         tmp_path / "t.json",
         op("old", 0, 20, **{"External id": 1}), launch(1, 5, **{"External id": 1}),
@@ -573,6 +573,6 @@ def test_what_a_region_cuts_is_no_capture_that_began_before_it(tmp_path: Path) -
     trace = read_trace(path)
     found = audit(trace)
     assert (found.captured, found.launches, found.problem) == (1, 0, None)
-    assert [work.start for work in trace.gpu] == [33_000]  # no correlation, by its time
+    assert [work.start for work in trace.gpu] == [33_000]  # no correlation id: found by its time
     names = [event.name for event in trace.cpu if event.kind != "call"]
     assert names == ["mine"] and len(trace.cpu) == 4

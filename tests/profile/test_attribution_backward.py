@@ -1,4 +1,4 @@
-"""Which ranges, threads and forward ops backward work belongs to, whoever ran it meanwhile."""
+"""Ranges, threads and forward ops of backward work, on whichever thread it ran."""
 
 import gzip
 import json
@@ -29,7 +29,7 @@ ENGINE = "autograd::engine::evaluate_function: MulBackward0"
 
 
 def test_backward_is_not_credited_to_a_thread_that_is_at_work(tmp_path: Path) -> None:
-    """The thread that ran the forward goes on with other ops: it did not call this backward."""
+    """The forward's thread runs other ops during the backward, so it did not call backward()."""
     about = {"Sequence number": 5, "Fwd thread id": 1}
     forward = [named("forward", 0, 40), op("aten::mul", 10, 20, **{"Sequence number": 5})]
     backward = [
@@ -46,7 +46,7 @@ def test_backward_is_not_credited_to_a_thread_that_is_at_work(tmp_path: Path) ->
 
 
 def test_gradients_are_accumulated_in_the_backward_of_the_nodes_before(tmp_path: Path) -> None:
-    """AccumulateGrad has no forward op to tell its caller; other threads ran ops of their own."""
+    """AccumulateGrad has no forward op to identify its caller; other threads run other ops."""
     about = {"Sequence number": 5, "Fwd thread id": 1}
     accumulate = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
     owners = made(
@@ -82,7 +82,7 @@ FORWARD = [op("mul", 10, 20, **{"Sequence number": 5}), named("step", 50, 200)]
 MUL = [*engine("MulBackward0", 60, 90, number=5), *work_of(1, 66)]
 ACCUMULATE = [*engine("AccumulateGrad", 92, 99), *work_of(2, 94)]
 BACKWARD = [*FORWARD, *MUL, *ACCUMULATE]
-SECOND = {"Sequence number": 0}  # of the first op that made a node on thread 9
+SECOND = {"Sequence number": 0}  # the first op that made a node on thread 9
 BACKWARDS: dict[str, tuple[list[dict], list[list[str]]]] = {
     "as it is": (BACKWARD, [["step"]] * 2),
     "python frames of a third thread": ([*BACKWARD, frame("wait", 0, 300, 3)], [["step"]] * 2),

@@ -138,7 +138,7 @@ def test_without_warmup_the_unprofiled_time_is_missing_with_the_reason(warmup: i
 
 
 class Losing:
-    """An audit that finds launches lost the first `times` times."""
+    """An audit that reports lost launches the first `times` times."""
 
     def __init__(self, times: int) -> None:
         self.times, self.calls = times, 0

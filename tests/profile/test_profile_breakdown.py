@@ -1,4 +1,4 @@
-"""Step breakdown: each instant once, by priority, and the parts sum to the step."""
+"""Step breakdown: each instant counts once, by priority; the parts sum to the step."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_recorded_steps_sum_to_their_wall_time(name: str) -> None:
     steps, _ = find_steps(attribution)
     start, end = steps[0].start, steps[-1].end
     kernels = [k for k in attribution.trace.kernels if start <= k.start and k.end <= end]
-    # Steps follow on one another here, so no kernel is cut.
+    # The steps are back to back here, so no kernel is cut.
     assert table["kernel_us"].sum() == pytest.approx(busy_ns(kernels) / 1e3)
     assert len(kernels) == len(attribution.trace.kernels)
 
@@ -106,7 +106,7 @@ def test_program_window(tmp_path: Path) -> None:
 
 
 def test_steps_are_of_one_thread(tmp_path: Path) -> None:
-    """A thread that loads data has ranges that repeat too, and more of them."""
+    """A data loading thread has repeating ranges too, and more of them."""
     load = [named("load", 10 * at, 10 * at + 5, tid=2) for at in range(9)]
     work = [op("copy", 10 * at, 10 * at + 5, tid=2) for at in range(9)]
     train = [named("train", 20 + 30 * at, 45 + 30 * at) for at in range(3)]

@@ -1,4 +1,4 @@
-"""Tables that cannot be true are refused, and those that can be are not."""
+"""Impossible tables are refused; possible tables are accepted."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_a_profile_gives_no_table_out_unchecked(
         getattr(Profile.read(RECORDED / "stack.json.gz"), table)()
 
 
-# What can be true
+# Possible tables
 
 
 @pytest.mark.parametrize("name", RECORDINGS)
@@ -245,7 +245,7 @@ def test_a_range_that_reaches_out_of_the_one_around_it_may_have_more(tmp_path: P
 
 
 def _cross(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
-    """Ops of one thread are apart or one inside the other; ranges need not be."""
+    """Ops of one thread are disjoint or nested; ranges may overlap."""
     (a, b, thread), (c, d, another) = one, other
     return thread == another and (a < c < b < d or c < a < d < b)
 

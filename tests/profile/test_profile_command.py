@@ -1,4 +1,4 @@
-"""`attnscope profile`: scripts, modules, recorded traces, what is printed, written and returned."""
+"""`attnscope profile`: scripts, modules, recorded traces, output, files and exit codes."""
 
 import gc
 import json
@@ -298,7 +298,7 @@ def test_threads_are_waited_for_as_python_does(tmp_path: Path) -> None:
 
 
 def test_workers_of_executors_are_not_waited_for(tmp_path: Path) -> None:
-    """They may wait for work as long as the process lives, as those of torch.compile do."""
+    """Executor threads may wait for work until the process exits, as torch.compile's do."""
     code, out = run_text(
         tmp_path,
         "import atexit, concurrent.futures, torch\n"
@@ -390,7 +390,7 @@ SECOND = {
 
 @pytest.mark.parametrize("how", SECOND)
 def test_a_second_profiler_in_the_script_is_told_of(how: str, tmp_path: Path) -> None:
-    """In a process of its own: PyTorch ends the process where it is not found out in time."""
+    """In a separate process: PyTorch aborts if the second profiler is not detected in time."""
     (tmp_path / "second.py").write_text(f"import torch\ntorch.ones(3) * 2\n{SECOND[how]}\n")
     command = [sys.executable, "-m", "attnscope", "profile", "second.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

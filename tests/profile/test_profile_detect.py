@@ -1,4 +1,4 @@
-"""Detectors: found where the numbers say so, silent where they do not."""
+"""Detectors: a finding where the numbers justify it, none otherwise."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def find(attribution: Attribution, kind: str) -> Finding | None:
 
 
 def test_recorded_traces() -> None:
-    """What was recorded is small and launch-bound; only the long ones show it."""
+    """The recordings are small and launch-bound; only the long ones have the finding."""
     kinds = {name: [finding.kind for finding in detect(recorded(name))] for name in RECORDINGS}
     silent: list[str] = []
     assert kinds == {
@@ -62,7 +62,7 @@ def test_long_synchronisations_and_who_caused_them(tmp_path: Path) -> None:
     finding = find(loop(600).attribution(tmp_path), "synchronisation")
     assert finding is not None
     row = finding.evidence[0]
-    # The last one is followed by no launch: waiting there costs nothing.
+    # No launch follows the last .item(): that wait costs nothing.
     assert (row["call"], row["op"], row["calls"]) == ("cudaStreamSynchronize", "aten::item", 9)
     assert row["wait_us"] == 9 * 600 and row["range"] == "step"
     assert row["line"] == "train.py(12): main"
@@ -144,7 +144,7 @@ def test_unfused_attention(tmp_path: Path) -> None:
 
 def test_products_around_a_softmax_of_something_else(tmp_path: Path) -> None:
     made = MadeTrace()
-    attention(made, 0, keys=64)  # the softmax is over another matrix than the product gives
+    attention(made, 0, keys=64)  # the softmax is over a matrix that is not the product
     assert find(made.attribution(tmp_path), "unfused attention") is None
     made = MadeTrace()
     attention(made, 0)
@@ -176,7 +176,7 @@ def test_starvation(tmp_path: Path) -> None:
     finding = find(launches(200, 20, 4).attribution(tmp_path), "starvation")
     assert finding is not None
     row = finding.evidence[0]
-    # Of each gap of 16 us, 3 pass between the end of the launch call and the start.
+    # Each gap is 16 us; 3 us of a gap are between the end of the launch call and the start.
     assert (row["range"], row["gaps"]) == ("step", 199)
     assert row["idle_us"] == pytest.approx(199 * 13) and row["longest_us"] == pytest.approx(13)
     assert "a kernel takes 4.0 us" in finding.title

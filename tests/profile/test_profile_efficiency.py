@@ -35,7 +35,7 @@ def test_a_program_that_took_no_time_has_reasons(tmp_path: Path, events: int) ->
 
 
 def test_by_hand(tmp_path: Path) -> None:
-    """A program of 100 us: two kernels overlap by 10, the third stands alone."""
+    """A program of 100 us: two kernels overlap by 10 us, the third runs alone."""
     made = MadeTrace()
     made.range("program", 0, 100)
     half = {"blocks per SM": 0.5, "est. achieved occupancy %": 20}
@@ -104,8 +104,8 @@ def test_estimate_agrees_with_the_profilers_where_it_has_one() -> None:
         (32, 32, 0, 32 / 64),  # blocks: 32 of one warp
         (384, 168, 213268, 12 / 64),  # shared memory: one block
         (384, 168, 100 * 1024, 12 / 64),  # registers: 3 warps a group
-        (100, 16, 0, 1.0),  # 4 warps each, the last one not full
-        (128, 32, 116000, 4 / 64),  # shared memory: two would fit but for what CUDA keeps
+        (100, 16, 0, 1.0),  # 4 warps each, the last warp partial
+        (128, 32, 116000, 4 / 64),  # shared memory: CUDA's reserve excludes a second block
         (256, 24, 40 * 1024, 40 / 64),  # shared memory: 5 blocks of 41 KiB in 228
     ),
 )

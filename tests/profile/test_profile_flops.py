@@ -71,19 +71,19 @@ def test_argument_positions_are_those_of_the_installed_ops() -> None:
             assert position is None or arguments[position] in allowed, (name, field)
         lengths = {"seqlen_k", "window_size", "seqused_k", "block_table"}
         lengths |= {f"cu{m}_{q}" for m in ("m_seq", "_seqlens") for q in "qk"}
-        there = {arguments[at] for at in op.lengths if at < len(arguments)}  # some came later
+        there = {arguments[at] for at in op.lengths if at < len(arguments)}  # some are newer
         assert there == lengths & set(arguments), name
         seen += 1
     assert seen >= 10
 
 
 def test_causal_alignment() -> None:
-    """2 queries of 4 keys: bottom right sees 3 + 4 pairs, torch's top left 1 + 2."""
+    """2 queries, 4 keys: bottom-right alignment has 3 + 4 pairs, torch's top-left 1 + 2."""
     q, k = (1, 2, 1, 64), (1, 4, 1, 64)
     assert op_flops(op_event("attnscope::forward", q, k, k, _8=True)) == 7 * 256
     q, k = (1, 1, 2, 64), (1, 1, 4, 64)
     assert op_flops(op_event(FLASH, q, k, k, _4=True)) == 3 * 256
-    # 4 queries of 2 keys: top left sees 1 + 2 + 2 + 2, bottom right 0 + 0 + 1 + 2.
+    # 4 queries, 2 keys: top-left has 1 + 2 + 2 + 2 pairs, bottom-right 0 + 0 + 1 + 2.
     assert op_flops(op_event(FLASH, k, q, q, _4=True)) == 7 * 256
     q, k = (1, 4, 1, 64), (1, 2, 1, 64)
     assert op_flops(op_event("attnscope::forward", q, k, k, _8=True)) == 3 * 256
@@ -92,7 +92,7 @@ def test_causal_alignment() -> None:
 def test_window_heads_and_head_dim_v() -> None:
     q, k, v = (2, 8, 4, 64), (2, 8, 2, 64), (2, 8, 2, 32)
     windowed = work(op_event("attnscope::forward", q, k, v, _8=True, _9=1, _10=-1))
-    assert windowed.flops == 2 * 2 * 4 * 15 * (64 + 32)  # 1 + 7 * 2 pairs a head
+    assert windowed.flops == 2 * 2 * 4 * 15 * (64 + 32)  # 1 + 7 * 2 pairs per head
     assert op_flops(op_event("attnscope::forward", q, k, v, _8=False)) == 2 * 2 * 4 * 64 * (64 + 32)
     backward = op_event("attnscope::backward", q, q, k, v, q, q, _11=False)
     assert op_flops(backward) == 2 * 2 * 4 * 64 * (3 * 64 + 2 * 32)
@@ -130,7 +130,7 @@ def test_recorded_ops_agree_with_torchs_counter(tmp_path: Path, transposed: bool
         str(op).replace(".", "::", 1): count
         for op, count in counter.get_flop_counts()["Global"].items()
     }
-    # torch's own formula of the backward pass does not know groups.
+    # torch's formula of the backward pass does not support grouped heads.
     expected["aten::convolution_backward"] = 2 * expected["aten::convolution"]
     assert found == expected and len(found) == 7
 
@@ -147,7 +147,7 @@ def test_what_is_not_known_has_a_reason() -> None:
 
 @pytest.mark.parametrize("name", [n for n, op in flops._ATTENTION.items() if op.lengths])
 def test_lengths_that_are_in_tensors_are_not_guessed(name: str) -> None:
-    """Packed, of a cache that is partly used, paged: the shapes have more keys than are seen."""
+    """Packed, partly filled or paged caches: the shapes contain more keys than queries see."""
     op = flops._ATTENTION[name]
     shape = Q if op.order == "BSHD" else P
     for at in op.lengths:
@@ -193,7 +193,7 @@ def test_training_step() -> None:
         if event.kind == "range":
             by_range.setdefault(event.name, []).append(counts.of(event))
     assert by_range["forward"] == [linear + attention] * 2
-    # All gradients of inputs and weights: the input of the net needs one too, through LayerNorm.
+    # All gradients of inputs and weights. LayerNorm makes the net's input need a gradient too.
     assert by_range["backward"] == [2 * linear + 5 * attention // 2] * 2
     assert by_range["optimizer"] == [None, None]
     assert counts.uncounted == []
@@ -290,7 +290,7 @@ def test_a_rate_above_the_peak_is_missing_with_the_reason(mfu: float, shown: boo
     some = [Work(round(mfu * 989_400_000), "bfloat16", "2 m n k")]
     found = rate(some, 1000, device(), None, 1830)
     assert found.mfu is None and found.mfu_at_clock is None
-    # A card may run a little above the clock that its peak is given for, and no more.
+    # A card may run slightly above the clock of its specified peak, but not more.
     assert (found.tflops is not None) == shown
     assert found.flops == some[0].flops and found.rule == "2 m n k"
     assert found.reason is not None

@@ -1,4 +1,4 @@
-"""The profiler on a GPU: held against CUDA events and against the raw trace, op by op."""
+"""The profiler on a GPU: compared with CUDA events and with the raw trace, op by op."""
 
 import ctypes
 import json
@@ -26,7 +26,7 @@ from attnscope.profile.trace.markers import SENTINEL
 
 pytestmark = pytest.mark.gpu
 
-CALLS = 30  # enough that the time before the first launch does not count
+CALLS = 30  # enough that the time before the first launch is negligible
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -34,7 +34,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def raw_kernels(found: Profile) -> list[dict[str, Any]]:
-    """Kernels of the trace as PyTorch wrote it, without the profiler's own, by plain JSON."""
+    """Kernels of PyTorch's raw trace, parsed as plain JSON, without the profiler's kernels."""
     events = json.loads(found.source.read_text())["traceEvents"]
     own = [
         (e["ts"], e["ts"] + e["dur"])
@@ -72,7 +72,7 @@ def sdpa(q: torch.Tensor) -> Any:
         return F.scaled_dot_product_attention(t, t, t, is_causal=True)
 
 
-# What is called with q [2, 8192, 16, 128] -> the row that must have all of its GPU time.
+# Function called with q [2, 8192, 16, 128] -> the row that must have all of its GPU time.
 OPS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "cuda": (lambda q: attention(q, q, q, causal=True), "attnscope::forward"),
     "cuda-sm80": (
@@ -309,7 +309,7 @@ PTX = b"""
 
 @contextmanager
 def driver_kernel() -> Iterator[Callable[[], None]]:
-    """A kernel that is launched through ctypes, past PyTorch and past Triton."""
+    """A kernel launched through ctypes, outside PyTorch and Triton."""
     cuda = ctypes.CDLL("libcuda.so.1")
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     assert cuda.cuModuleLoadData(ctypes.byref(module), PTX) == 0
@@ -365,9 +365,9 @@ class Net(torch.nn.Module):
 @pytest.mark.parametrize("stacks", [False, True])
 def test_backward_is_credited_to_range_op_and_module(stacks: bool) -> None:
     net, x = Net().cuda(), randn(128, 256, dtype=torch.float32)
-    net(x).sum().backward()  # so that gradients are there to be added to
+    net(x).sum().backward()  # so that gradients exist and are accumulated
     done = threading.Event()
-    # Its Python frames are recorded with stacks.
+    # With stacks, this thread's Python frames are recorded.
     idle = threading.Thread(target=done.wait, daemon=True)
     idle.start()
     with profile(stacks=stacks, memory=stacks) as found:
@@ -456,7 +456,7 @@ def test_every_file_of_a_run_is_written_and_the_trace_reads_back(tmp_path: Path)
 
 
 def test_threads_that_come_after_one_another_own_their_kernels() -> None:
-    """A thread often has the pthread id of one that ended; the trace then has its number too."""
+    """A new thread often reuses an ended thread's pthread id; the trace then has the old id."""
     square = torch.randn(64, 64, device="cuda")
     ids = set()
 

@@ -61,7 +61,7 @@ def test_lines_back_to_kernels() -> None:
     found = kernels_of_line(links, "traces.py(37)")
     assert set(found["kernel"]) == {"elementwise mul<bf16> vec8"}
     assert len(kernels_of_line(links, "adam.py")) > len(found)
-    # Both directions agree.
+    # Both directions must agree.
     assert set(found["line"]) == {"traces.py(37): forward"}
 
 

@@ -1,4 +1,4 @@
-"""Kernel symbols: short names keep kernels apart, categories and tensor cores are right."""
+"""Kernel symbols: distinct short names, correct categories and tensor core use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 @cache
 def symbols() -> tuple[str, ...]:
-    """Symbols of every recorded trace and result, and of impls that not all results have."""
+    """Symbols of every recorded trace and result, and of impls that some results lack."""
     found = {work.name for name in RECORDINGS for work in recorded(name).trace.gpu}
     found.update((RECORDED / "symbols.txt").read_text().splitlines())
     for path in RESULTS.glob("*/*.json"):
@@ -33,7 +33,7 @@ def symbols() -> tuple[str, ...]:
 
 
 def having(pattern: str) -> list[str]:
-    """The recorded symbols in which the pattern is found; one at least."""
+    """The recorded symbols that match the pattern; at least one."""
     hits = [symbol for symbol in symbols() if re.search(pattern, symbol)]
     assert hits, pattern
     return hits
@@ -49,8 +49,8 @@ def test_every_recorded_symbol_has_a_short_name_of_its_own() -> None:
         assert name == " ".join(name.split())
 
 
-# A pattern of symbols -> the name of each, with the pattern's groups. More symbols may be recorded:
-# a pattern holds all that the name says, so that each symbol it finds has one right name.
+# Pattern of symbols -> expected name, with the pattern's groups. More symbols may be recorded, so a
+# pattern contains every part of the name: all symbols that match it have that name.
 FA2 = (
     r"^void pytorch_flash::flash_fwd{}_kernel<Flash_fwd_kernel_traits<(\d+), (\d+), (\d+), "
     r"[^<>]*cutlass::bfloat16_t, [^>]*> >, {}>"
@@ -261,7 +261,7 @@ def test_symbols_of_libraries(symbol: str) -> None:
 
 def test_categories_of_recorded_kernels() -> None:
     assert {category(symbol) for symbol in symbols()} <= set(CATEGORIES)
-    # Only what a program wrote for itself, and a wait, is of no known category.
+    # Only a program's handwritten kernels and a spin wait have no known category.
     others = {short_name(symbol) for symbol in symbols() if category(symbol) == "other"}
     assert {name for name in others if not name.startswith("raw_")} == {"spin"}
     expected = {

@@ -1,4 +1,4 @@
-"""What a profile writes: a page that needs nothing else, strict JSON, CSV, a trace with rows."""
+"""Files of a profile: a self-contained page, strict JSON, CSV, a trace with added rows."""
 
 import csv
 import dataclasses
@@ -29,7 +29,7 @@ VOID = {"meta", "input", "br"}
 
 
 class Page(HTMLParser):
-    """Reads a page and refuses what is not well formed."""
+    """Parse a page and refuse malformed HTML."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ def test_small_nodes_are_put_together_and_no_time_is_lost(tmp_path: Path) -> Non
     assert node.ns == owners.attribution.total_ns
     for name in ("forward", "Self-Attention", "Attention Core"):
         node = node.children["stage", name]
-    # One small child is itself; of several under one parent the names are given up.
+    # A single small child keeps its name; several under one parent are merged without names.
     mul = node.children["op", "aten::mul"]
     (rest,) = mul.children.values()
     assert (rest.kind, rest.name, rest.ns, rest.kernels) == ("rest", "(5 smaller)", 5000, 5)
@@ -253,7 +253,7 @@ def test_a_kernel_named_nan_stays_a_name(tmp_path: Path) -> None:
 def test_csv_of_an_earlier_profile_is_removed(tmp_path: Path) -> None:
     (tmp_path / "modules.csv").write_text("of an earlier profile")
     write_csv(read("ops"), tmp_path)
-    assert (tmp_path / "modules.csv").exists()  # or somebody else's
+    assert (tmp_path / "modules.csv").exists()  # or another program's
     (tmp_path / "profile.json").write_text("{}")
     write_csv(read("ops"), tmp_path)
     assert not (tmp_path / "modules.csv").exists()
@@ -319,7 +319,7 @@ def added(found: Profile, path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ["ops", "train", "streams", "graph_both"])
 def test_our_rows_are_aligned_to_gpu_time(name: str, tmp_path: Path) -> None:
-    """Slices of a track hold every kernel of its stream, and do not overlap."""
+    """Slices of a track contain every kernel of the stream and do not overlap."""
     found = read(name)
     rows = added(found, tmp_path / "t.json")
     tracks = {e["tid"]: e["args"]["name"] for e in rows if e["name"] == "thread_name"}
@@ -377,7 +377,7 @@ def test_columns_without_any_value_are_left_out() -> None:
 
 
 def test_a_long_table_takes_a_time_that_grows_with_its_rows(tmp_path: Path) -> None:
-    """A page of 20,000 rows took hours when each cell looked at every row."""
+    """A page of 20,000 rows took hours when each cell scanned every row."""
     rows = [{"name": f"row {i}", "us": float(i)} for i in range(20_000)]
     Document("long", [], [Section("Rows", "", rows)]).write_html(tmp_path / "long.html")
     assert (tmp_path / "long.html").read_text().count("<tr>") == 20_001

@@ -1,4 +1,4 @@
-"""What is said of speed, the order of rows, and their number, in the terminal and in files."""
+"""Reported speed, order and number of rows, in the terminal and in files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read(name: str) -> Profile:
 
 
 def gemm(folder: Path, microseconds: float, device: dict[str, Any] = H200) -> Profile:
-    """A product of 2 * 4096**3 FLOPs, which an H200 does in 139 us at its peak."""
+    """A product of 2 * 4096**3 FLOPs: 139 us at the peak of an H200."""
     made = MadeTrace(device)
     made.range("step", 0, 100)
     made.op("aten::mm", 1, 10, [[4096, 4096], [4096, 4096]])
@@ -33,7 +33,7 @@ def gemm(folder: Path, microseconds: float, device: dict[str, Any] = H200) -> Pr
 
 
 def files(found: Profile, folder: Path) -> tuple[dict[str, Any], list[dict[str, str]], str]:
-    """What JSON says, the operators' CSV and the page."""
+    """The JSON, the operators' CSV and the page."""
     to_json(found, folder / "out.json")
     write_csv(found, folder / "csv")
     write_html(found, folder / "out.html")

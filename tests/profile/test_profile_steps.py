@@ -1,4 +1,4 @@
-"""Some steps of a training loop: which are recorded, what is cut, what a program notices of it."""
+"""Recording some steps of a training loop: which ones, their ends, effects on the program."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class Loop:
-    """A model that trains, `optimizers` of them in turn, and counts the steps it took."""
+    """A training loop that steps `optimizers` optimizers in turn and counts its steps."""
 
     def __init__(self, optimizers: int = 1, device: str = "cpu") -> None:
         self.models = [torch.nn.Linear(8, 8, device=device) for _ in range(optimizers)]
@@ -103,7 +103,7 @@ def test_the_steps_just_before_say_what_it_takes_without_the_profiler() -> None:
     with profile(steps=range(4, 7)) as found:
         Loop().run(8)
     assert found.unprofiled_wall_s is not None and found.unprofiled_wall_s > 0
-    with profile(steps=range(3, 6)) as found:  # step 0 is not among them
+    with profile(steps=range(3, 6)) as found:  # step 0 is not recorded
         Loop().run(8)
     assert found.unprofiled_wall_s is None
     assert found.unprofiled_reason == "needs 3 steps before those recorded, besides step 0"
@@ -150,7 +150,7 @@ def test_the_first_step_begins_where_the_one_before_it_ends() -> None:
     loop = Loop()
     with profile(steps=range(1, 3)) as found:
         for _ in range(4):
-            time.sleep(0.02)  # loading data, say: no op
+            time.sleep(0.02)  # e.g. data loading: no op
             loop.run(1)
     assert found.steps()["wall_us"].min() >= 20e3
 
@@ -215,7 +215,7 @@ def test_every_call_of_a_decorated_function_has_its_steps(warmup: int) -> None:
     for _ in range(2):
         train()
         assert calls(train.profile, "aten::addmm") == 2
-        # What a whole call takes is not what these steps take.
+        # The time of a whole call is not the time of these steps.
         assert train.profile.unprofiled_wall_s is None
         assert "2 steps before those recorded" in train.profile.unprofiled_reason
 
@@ -279,7 +279,7 @@ def test_ctrl_c_while_a_record_is_made_leaves_none(
             Loop().run(3)
         with pytest.raises(ProfileError, match="nothing is recorded: KeyboardInterrupt"):
             found.operators()
-        # A program may do with it what it likes.
+        # A program may catch the exception.
         with pytest.raises(ProfileError, match="interrupted while it was recorded"), twice:
             with pytest.raises(KeyboardInterrupt):
                 Loop().run(3)

@@ -1,4 +1,4 @@
-"""Reading chrome traces: real recordings, exact times, nesting, and files that are no traces."""
+"""Reading chrome traces: real recordings, exact times, nesting, and invalid files."""
 
 import gzip
 import io
@@ -36,7 +36,7 @@ def recording(name: str) -> Trace:
 
 
 def raw_events(name: str) -> list[dict]:
-    """The events by another reader, with decimal numbers exact."""
+    """The events, parsed by json with exact decimal numbers."""
     with gzip.open(RECORDED / f"{name}.json.gz", "rt") as file:
         return json.load(file, parse_float=Decimal)["traceEvents"]
 
@@ -92,7 +92,7 @@ def test_details_of_a_kernel_are_those_of_the_recording() -> None:
     assert (gemm.grid, gemm.block) == ((2, 64, 1), (384, 1, 1))
     assert (gemm.registers, gemm.shared_bytes) == (168, 213268)
     assert gemm.blocks_per_sm == 0.969697 and gemm.warps_per_sm == 11.636364
-    assert gemm.occupancy is None  # the recording says 0
+    assert gemm.occupancy is None  # the recording has 0
     assert trace.devices[0]["name"] == "NVIDIA H200" and trace.devices[0]["numSms"] == 132
     assert [c.bytes for c in trace.copies] == [32768]
     mm = next(e for e in recording("train").cpu if e.name == "aten::mm" and e.shapes)
@@ -273,7 +273,7 @@ def test_marks_of_steps_are_taken_out_and_what_is_open_at_the_end_is_cut(
         kernel(3, 26, 34), op("other thread", 29, 90, tid=2), named("before", 26, 30),
         named(WAIT, 30, 40), cpu("cuda_runtime", "cudaDeviceSynchronize", 31, 35, correlation=9),
         named(SENTINEL, 41, 50), launch(4, 42), kernel(4, 43, 44), *ended,
-        # Of another thread, before the region and after it.
+        # Events of another thread, before the region and after it.
         op("early", 1, 9, tid=3), launch(5, 3, tid=3), kernel(5, 12, 13),
         op("late", 33, 39, tid=3), launch(6, 34, tid=3), kernel(6, 36, 37),
         op("lost", 60, 70, tid=3), launch(7, 65, tid=3), kernel(8, 11, 12),
@@ -297,7 +297,7 @@ def test_marks_of_steps_are_taken_out_and_what_is_open_at_the_end_is_cut(
 
 @pytest.mark.parametrize("name", ['say "hi"', '"', 'a", "pid": 7, "tid": 8,'])
 def test_quotes_in_names_are_read_as_pytorch_writes_them(tmp_path: Path, name: str) -> None:
-    """Up to PyTorch 2.11 the name is on a line with the process; the recording is of that one."""
+    """Up to PyTorch 2.11 the name shares a line with the process; so it does in the recording."""
     with gzip.open(RECORDED / "threads.json.gz", "rt") as file:
         text = file.read()
     path = tmp_path / "quotes.json"
@@ -308,7 +308,7 @@ def test_quotes_in_names_are_read_as_pytorch_writes_them(tmp_path: Path, name: s
 
 
 def test_memory_is_bounded_by_the_size_of_the_file(tmp_path: Path) -> None:
-    """Twice the bytes of the JSON, at most; the same holds at 200 MB."""
+    """At most twice the bytes of the JSON; the bound is the same at 200 MB."""
     path = tmp_path / "big.json"
     with gzip.open(RECORDED / "stack.json.gz", "rt") as file:
         events = [json.dumps(e) for e in json.load(file)["traceEvents"]]
@@ -321,7 +321,7 @@ def test_memory_is_bounded_by_the_size_of_the_file(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert len(trace.kernels) == 4 * 164
-    # One chunk and what is decoded of it are a few MB whatever the size.
+    # A chunk and its decoded events take a few MB at any file size.
     assert peak < 2 * path.stat().st_size + 4 * jsonstream.CHUNK
 
 
@@ -329,7 +329,7 @@ def test_memory_is_bounded_by_the_size_of_the_file(tmp_path: Path) -> None:
 def test_a_name_may_have_quotes_in_it(
     chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch writes them as they are; what escapes them is read as well."""
+    """PyTorch does not escape quotes in names; escaped quotes are read as well."""
     monkeypatch.setattr(jsonstream, "CHUNK", chunk)
     path = tmp_path / "quotes.json"
     names = ['say "hi"', '"', 'a "b" c "d"', "none", 'a ", b']

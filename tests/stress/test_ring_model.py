@@ -1,9 +1,8 @@
 """The rings of the Hopper forward kernel, explored state by state: see ring_model.py.
 
-What the kernel decides by tiles and masks is left open here, so that every pattern is covered:
-where tiles end (for the producer and each consumer by itself), and which uses a consumer reads. An
-agent stands for a consumer, and likewise for a warp of one: warps of a consumer arrive by
-themselves.
+The model leaves open what the kernel decides by tiles and masks, so it covers every pattern: where
+tiles end (separately for the producer and each consumer), and which uses a consumer reads. A role
+stands for a consumer, or for one warp of a consumer, since warps arrive separately.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from ring_model import (
 
 
 def skip(full: Barrier, empty: Barrier, n: int, guarded: bool) -> tuple[Op, Op]:
-    """What Consumer::skip does with one ring."""
+    """Model Consumer::skip for one ring."""
     return (wait(full, n) if guarded else wait_before(empty, n)), arrive(empty, n)
 
 
@@ -78,7 +77,7 @@ class KeysAndValues:
         yield copy(self.v, n, self.v_full)
 
     def produce(self, n: int, ahead: bool) -> Step:
-        """`ahead`: V of use n - 1 is of the same tile, and still to load."""
+        """`ahead`: V of use n - 1 belongs to the same tile and is not loaded yet."""
         yield wait_before(self.k_empty, n)
         yield copy(self.k, n, self.k_full)
         if ahead:
@@ -115,7 +114,7 @@ class KeysAndValues:
 
 
 def tile_ring(consumers: int, q_stages: int, prefetch: bool = False, guarded: bool = True) -> Model:
-    """Descriptions of tiles, and Q. An arrival of all lanes of a warp is one arrival."""
+    """The rings of tile descriptions and Q. All lanes of a warp arrive as one."""
     tile = Buffer("tile", 2)
     tile_full = Barrier("tile_full", 2)
     tile_empty = Barrier("tile_empty", 2, consumers + 2)
@@ -161,7 +160,7 @@ def tile_ring(consumers: int, q_stages: int, prefetch: bool = False, guarded: bo
 
 
 def whole_kernel(consumers: int, q_stages: int, stages: int = 2) -> Model:
-    """All rings together, with one block of keys a tile: what waits across rings."""
+    """All rings together, with one key block per tile: covers waits across rings."""
     tile, k, v = Buffer("tile", 2), Buffer("K", stages), Buffer("V", stages)
     tile_full, tile_empty = Barrier("tile_full", 2), Barrier("tile_empty", 2, consumers + 2)
     tile_wanted = Barrier("tile_wanted", 1)
@@ -220,7 +219,7 @@ def whole_kernel(consumers: int, q_stages: int, stages: int = 2) -> Model:
 
 def assert_sound(model: Model) -> None:
     result = explore(model)
-    print(result)  # how many states
+    print(result)  # the number of states
     assert not result.failure, result
 
 
@@ -260,7 +259,7 @@ def test_all_rings_together_are_right_in_every_order(consumers, q_stages):
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_an_unguarded_skip_reads_a_buffer_too_early(stages):
-    """The use before was skipped unread: a wait for its copy would have come first."""
+    """The previous use was skipped without waiting for its copy."""
     for model in (
         one_ring(stages, 1, guarded=False, readers=1),
         KeysAndValues(stages, 1, guarded=False, readers=1).model,
@@ -276,13 +275,13 @@ def test_an_unguarded_skip_reads_a_buffer_too_early(stages):
 
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_a_scheduler_that_does_not_wait_overwrites_a_tile(prefetch):
-    """-DATTNSCOPE_PLANTED_RACE."""
+    """Model the build with -DATTNSCOPE_PLANTED_RACE."""
     result = explore(tile_ring(2, 2, prefetch, guarded=False))
     print(result)
     assert "tile of use" in result.failure or "tile_full" in result.failure
 
 
-# The engine itself.
+# Tests of the model checker.
 DATA, FULL, EMPTY = Buffer("data", 1), Barrier("full", 1), Barrier("empty", 1)
 
 
@@ -358,7 +357,7 @@ def test_the_engine_finds_a_copy_over_a_copy():
     ids=["ring", "k-and-v", "tiles"],
 )
 def test_shifts_and_interchanged_roles_lose_no_state(model):
-    """Step by step, the states without the reductions are those with them."""
+    """At each step, exploration with and without the reductions finds the same states."""
     explorer = Explorer(model)
     plain = set(explorer.starts())
     reduced = set(map(explorer.canonical, plain))

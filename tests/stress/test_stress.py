@@ -1,4 +1,4 @@
-"""The stress of the Hopper kernel: its cases and plans, its command, and what a build leaves."""
+"""Stress of the Hopper kernel: cases, plans, the command, and the files of its builds."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_a_case_that_is_wrong_without_delays_is_an_error(monkeypatch):
     assert row["error"] and row["wrong_calls"] == 0
 
 
-# The build: the variants compile, and the normal one has nothing of them.
+# The build: the variants compile, and the normal build contains no code of them.
 
 ONE_TILE = """
 #include "kernels/sm90_forward/kernel.cuh"
@@ -351,7 +351,7 @@ def test_ten_thousand_delayed_calls_are_right():
 @pytest.mark.sm90
 @pytest.mark.slow
 def test_the_stress_finds_the_unguarded_ring():
-    """Late copies make rows wrong where a consumer skips blocks without waiting for them."""
+    """If a consumer skips blocks without waiting for copies, late copies give wrong rows."""
     result = stress("--unguarded", "--calls=2000")
     assert result.returncode == 1, result.stdout + result.stderr
     assert re.search(r"d256 .* causal: \d+ of \d+ calls wrong, \d+ rows; seed", result.stdout)

@@ -1,4 +1,4 @@
-"""Records of models: each kernel in one row, contradictions refused, failures told; the reports."""
+"""Records of models: each kernel in one row, refused contradictions, failures; the reports."""
 
 import json
 import os
@@ -163,12 +163,12 @@ def test_records_are_saved_as_they_come_and_not_made_twice(tmp_path: Path) -> No
     run_all(todo, again, on_done=told)
     assert seen[3:] == [("naive", "ok")]
     assert [row["impl"] for row in again.rows] == ["naive", "cpu", "cuda"]
-    again.rows[1] |= {"wall_ms": {}}  # cannot be true: a forward pass took some time
+    again.rows[1] |= {"wall_ms": {}}  # impossible: a forward pass takes some time
     run_all(todo, again, on_done=told)
     assert seen[4:] == [("cpu", "ok")]
 
 
-# What cannot be true
+# Impossible records
 
 
 def _more(one: Record) -> None:
@@ -374,7 +374,7 @@ def test_recipes_change_one_thing_at_a_time() -> None:
     [
         ("cuda", 32, ["fused attention (cuda)", "batch 32 instead of 4"]),
         ("sdpa-math", 32, ["unfused attention (sdpa-math)", "batch 32 instead of 4"]),
-        ("naive", 32, ["batch 32 instead of 4"]),  # which the plain loop has
+        ("naive", 32, ["batch 32 instead of 4"]),  # the plain loop has naive attention
         ("cuda", 4, ["fused attention (cuda)"]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Models: their shapes, their attention by any impl, their ranges, and what has no backward."""
+"""Models: shapes, attention by any impl, ranges, and impls without a backward."""
 
 import json
 from pathlib import Path
@@ -88,7 +88,7 @@ def test_every_impl_is_causal_attention(impl: str) -> None:
 
 
 def test_the_loss_is_that_of_its_parts() -> None:
-    """Against the model written in functional form, with its own weights."""
+    """Compare with the same model in functional form, with the same weights."""
     model = TransformerLM(TINY, "naive")
     tokens = torch.randint(TINY.vocabulary, (2, TINY.context + 1))
     function = torch.nn.functional

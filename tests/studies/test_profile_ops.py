@@ -1,4 +1,4 @@
-"""The attribution report: raw traces by another reader, rows, bars, and what is said of them."""
+"""The attribution report: raw traces by another reader, rows, bars, and the text on them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from attnscope.studies.ops.run import (
 from attnscope.studies.records import Record
 
 CPU = torch.device("cpu")
-# All that has kernels in the recording `ops`, three calls of each.
+# All ops with kernels in the recording `ops`, three calls each.
 EVERYTHING = {
     "aten::mm": 1,
     "attnscope::forward": 1,
@@ -61,7 +61,7 @@ def case(rows: dict[str, int], impl: str | None = None) -> Case:
 
 
 def tools(row_us: float, events_us: float) -> list[Record]:
-    """What `reconcile` gives for a call of one kernel that cannot be captured."""
+    """The result of `reconcile` for a call of one kernel that cannot be captured."""
     work = Work([row_us] * CALLS, pieces=1)
     events = Timing(samples_ms=[events_us / 1e3] * CALLS)
     refused = Timing(error=RuntimeError("not permitted"))
@@ -176,7 +176,7 @@ def test_a_missing_number_meets_no_bar() -> None:
 
 
 def test_a_measured_case_has_tools_and_bars(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Around the two things that only a GPU can do."""
+    """Replace the two functions that need a GPU, and check the rest of `measure`."""
     found, averages = read("ops")
     asked: list[int] = []
 
@@ -211,11 +211,11 @@ def test_a_measured_case_has_tools_and_bars(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_is_not_there_is_a_row_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where there is no GPU: impls say what they need, the rest fails."""
+    """Without a GPU, impls report their requirements and the other cases fail."""
     monkeypatch.setattr(ops_run, "MATMUL", 16)
     results = Results(tmp_path / "attribution.json", {})
     told: list[str] = []
-    cases = [one for one in CASES if one.impl != "sdpa-flash"]  # which would run on a CPU
+    cases = [one for one in CASES if one.impl != "sdpa-flash"]  # it would run on a CPU
     measure_all(results, CPU, lambda record: told.append(record["status"]), cases)
     records = read_record(results.path)["rows"]
     assert records == results.rows and told == [record["status"] for record in records]

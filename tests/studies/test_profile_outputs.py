@@ -1,5 +1,5 @@
-"""Folders, records and reports of the scripts in profiling/: nothing lost, one line for what cannot
-be written."""
+"""Folders, records and reports of the scripts in profiling/: no lost results, one line per write
+error."""
 
 import errno
 import json
@@ -34,7 +34,7 @@ def test_a_folder_that_cannot_be_written_is_told_at_once(
 ) -> None:
     with pytest.raises(ValueError, match="output: /dev/null: File exists"):
         make_folder(Path("/dev/null"))
-    with pytest.raises(ValueError, match="output: /proc/1"):  # also for the superuser
+    with pytest.raises(ValueError, match="output: /proc/1"):  # fails for root too
         make_folder(Path("/proc/1"))
 
     def full(**options: Any) -> None:
@@ -104,7 +104,7 @@ def test_a_file_that_cannot_be_written_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results = start(tmp_path / "lm", ENV)
-    results.path.mkdir()  # meanwhile
+    results.path.mkdir()  # another program creates the folder
     with pytest.raises(typer.Exit) as end, bad_output("lm", tmp_path):
         results.save()
     assert end.value.exit_code == 2

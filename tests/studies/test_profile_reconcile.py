@@ -1,4 +1,4 @@
-"""One call timed by several tools: how differences are judged, and that they agree on a GPU."""
+"""One call timed by several tools: the bounds on differences, and agreement on a GPU."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_call_that_cannot_be_captured_is_a_row_with_the_reason() -> None:
     a = torch.randn(2048, 2048, device="cuda")
     table = reconcile(lambda: (a @ a).sum().item()).set_index("tool")
     assert table.loc["CUDA graph", "reason"].startswith("cannot be captured: ")
-    # It waits for the GPU by itself, so a held stream cannot time it either.
+    # The call synchronizes with the GPU, so StreamHold cannot time it either.
     assert "must return without waiting" in table.loc["CUDA events", "reason"]
     assert table["median_us"].notna().sum() == 1
     torch.randn(3, device="cuda")  # as if there had been no capture

@@ -1,4 +1,4 @@
-"""Records of models that were cut, edited or made up: refused with the place, never a traceback."""
+"""Truncated, edited or invented records of models: an error with the place, no traceback."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def good(request: pytest.FixtureRequest, tmp_path: Path) -> Record:
 
 
 def places(value: Any, at: Place = ()) -> Iterator[Place]:
-    """Of everything in a record, the first of each list."""
+    """The places of all values in a record; for each list, only its first item."""
     keys = value if isinstance(value, dict) else range(min(1, len(value)))
     for key in keys:
         yield (*at, key)
@@ -60,7 +60,7 @@ def test_a_record_as_measured_is_believed(good: Record) -> None:
 
 
 def test_damage_anywhere_is_refused_or_harmless(good: Record, tmp_path: Path) -> None:
-    """Whatever is lost or replaced: a reason, or reports that can be written."""
+    """After any loss or replacement, the record is refused or its reports can be written."""
     other = record(tmp_path, scale=2.0) | {"model": "other"}
     refused = 0
     for at in places(good):

@@ -1,4 +1,4 @@
-"""The attention that transformers gets, and the report of a model by attention implementation."""
+"""Attention registered with transformers, and the report by attention implementation."""
 
 import dataclasses
 import gzip
@@ -197,10 +197,10 @@ def test_report_has_the_times_of_one_pass(records: list[run.Record], tmp_path: P
     overhead = sections["Overhead of the profiler"].rows[0]
     assert overhead["overhead ms"] == pytest.approx(12 / run.PASSES - 2)
     parts = sections["Parts of the model"].rows[0]
-    optimizer = records[0]["phases"]["optimizer"]["kernel_us"] / total_us  # in no part
+    optimizer = records[0]["phases"]["optimizer"]["kernel_us"] / total_us  # belongs to no part
     shares = sum(value for name, value in parts.items() if name.endswith("%"))
     assert shares == pytest.approx(100 * (1 - optimizer))
-    # Forward and backward: more than the forward range alone.
+    # Forward and backward together exceed the forward range.
     stages = {one["path"]: one for one in sections["eager, forward + backward: stages"].rows}
     assert parts["MLP ms"] > stages[f"{FORWARD}/{MLP}"]["GPU ms"] > 0
     document.write_markdown(tmp_path / "report.md")

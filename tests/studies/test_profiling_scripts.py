@@ -115,7 +115,7 @@ def test_profile_kernels_has_a_range_for_each_impl_and_pass(tmp_path: Path) -> N
 
 @pytest.mark.gpu
 def test_a_backward_pass_launches_from_the_thread_of_its_range() -> None:
-    """NVTX ranges, and the filters of ncu and nsys, are of one thread."""
+    """NVTX ranges, and the filters of ncu and nsys, apply to a single thread."""
     threads = []
     x = torch.ones(4, device="cuda", requires_grad=True)
     y = x * 2
@@ -159,7 +159,7 @@ def test_profile_kernels_without_a_profile(tmp_path: Path) -> None:
 
 
 def command(script: str, *arguments: str) -> tuple[int, str]:
-    """What a script does with arguments, in this process."""
+    """Run a script with arguments in this process."""
     app = typer.Typer()
     if script == "profile_kernels.py":
         app.command()(attention_command)
@@ -172,10 +172,10 @@ def command(script: str, *arguments: str) -> tuple[int, str]:
 
 
 def test_every_impl_and_alias_is_understood() -> None:
-    """Those of a CPU run, the others say what they need."""
+    """CPU impls run; the others report their requirements."""
     names = {*DEFAULTS["cuda"], *DEFAULTS["cpu"], *ALIASES}
     if torch.cuda.is_available():
-        names.remove("triton")  # it would take CPU tensors for the interpreter's
+        names.remove("triton")  # it would treat CPU tensors as the interpreter's
     for name in sorted(names):
         arguments = ["--seq-len", "16", "--impl", name, "--device", "cpu", "--no-profile"]
         code, said = command("profile_kernels.py", *arguments)
@@ -308,7 +308,7 @@ def test_a_damaged_file_is_not_gone_on_with(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_keeps_what_was_done(tmp_path: Path) -> None:
-    """Sent to the whole group of processes, as a terminal does."""
+    """SIGINT goes to the whole process group, as a terminal sends it."""
     path = tmp_path / "lm.json"
     run = subprocess.Popen(
         [sys.executable, str(ROOT / "profiling" / "profile_model.py"), *LM, str(tmp_path),

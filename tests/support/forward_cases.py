@@ -100,7 +100,7 @@ def many_segments(t: Target) -> None:
     q, k, v = (t.randn(70000, 1, 16) for _ in range(3))
     cu = torch.arange(70001, dtype=torch.int32, device=t.device)
     out, lse = t(q, k, v, cu, cu, 1, 1)
-    assert torch.equal(out, v)  # one key, whose weight is 1
+    assert torch.equal(out, v)  # one key with weight 1
     scores = (q.double() * k.double()).sum(-1).T / 4
     torch.testing.assert_close(lse.double(), scores, atol=1e-5, rtol=1e-5)
 
@@ -165,7 +165,7 @@ def segments_do_not_see_each_other(t: Target, poison: float) -> None:
 
 def keys_that_no_query_sees_do_not_leak(t: Target, poison: float) -> None:
     # Query i of 20 sees keys 100 + i - 3 to 100 + i + 2 of 120: nobody sees keys before 97, but the
-    # tile that holds key 97 holds some of them too.
+    # tile that contains key 97 also contains some of those.
     q, k, v = t.qkv(1, 20, 120, 2, 1)
     clean = t(q, k, v, window=(3, 2))
     k[:, :97], v[:, :97] = poison, poison
@@ -178,9 +178,7 @@ def rubbish_in_cu_seqlens_stays_in_bounds(t: Target, *bounds: int) -> None:
     q, k, v = t.randn(64, 2, 32), t.randn(64, 1, 32), t.randn(64, 1, 32)
     cu = t.cu_seqlens(*bounds)
     out, lse = t.op(q, k, v, cu, cu, scale=0.1, max_seqlen_q=64, max_seqlen_k=64, **t.forced)
-    if t.impl.startswith(
-        "cuda"
-    ):  # the result is unspecified; the kernel must come through unharmed
+    if t.impl.startswith("cuda"):  # the result is unspecified; the kernel must not fail
         torch.cuda.synchronize()
         good = t.cu_seqlens(0, 64)
         out, lse = t.op(
@@ -293,7 +291,7 @@ def _params() -> list[pytest.param]:
 
 
 def make_params(table: dict[Callable[..., None], list[tuple[Any, ...]]]) -> list[pytest.param]:
-    """Cases for parametrize: a table's functions with each of their arguments after the Target."""
+    """Cases for parametrize: each function of a table with each set of its arguments."""
     return [
         pytest.param(partial(_call, case, args), id="-".join([case.__name__, *map(str, args)]))
         for case, all_args in table.items()

@@ -1,4 +1,4 @@
-"""What the tests of the forward op share: what is called, and how a result is judged."""
+"""Helpers of the tests of the forward op: targets to call, and checks of results."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Target:
 
     @property
     def forced(self) -> dict[str, int]:
-        """The options with which the op runs the implementation and no other."""
+        """Options that force the op to run this implementation."""
         return {"variant": 80} if self.impl == "cuda-sm80" else {}
 
     def randn(self, *shape: int) -> Tensor:
@@ -80,7 +80,7 @@ def assert_matches(
     rows: Tensor | None = None,
     **options: Any,
 ) -> None:
-    """The project's gate against the fp64 reference; `rows` (dense) are those out and lse hold."""
+    """Check with the project's gate. out and lse contain only `rows` (dense), if given."""
     options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "rows": rows}
     truth = attention_reference(q, k, v, **options)
     baseline, _ = naive_attention_blocked(q, k, v, **options)
@@ -92,7 +92,7 @@ def assert_matches(
 
 
 def assert_workload_passes(target: Target, kind: str = "normal", **shape: Any) -> None:
-    """The gate of the bench for a workload given in its short forms, and bitwise repeatability."""
+    """Check a workload with the bench's gate, and that two runs are bitwise equal."""
     workload = Workload.of(dtype=str(target.dtype).removeprefix("torch."), **shape)
     options = {name: getattr(workload, name) for name in ("causal", "window", "softcap")}
 
@@ -108,8 +108,8 @@ def assert_workload_passes(target: Target, kind: str = "normal", **shape: Any) -
 
 
 def assert_unaffected(t: Target, got: Tensor, want: Tensor) -> None:
-    """The same bits. From Triton, and in out of the Hopper kernel, the same values to a few ulps:
-    what such a token makes doubtful there is computed another way."""
+    """Check that the bits are equal; for Triton, and for out of the Hopper kernel, equal to a few
+    ulps, because those compute doubtful rows another way."""
     if t.impl == "triton" or (t.impl in ("cuda", "cuda-sm90") and got.dtype != torch.float32):
         eps = torch.finfo(got.dtype).eps
         torch.testing.assert_close(got, want, atol=max(4 * eps, 1e-5), rtol=4 * eps)

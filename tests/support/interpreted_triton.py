@@ -18,16 +18,16 @@ assert INTERPRETED, "set TRITON_INTERPRET=1"
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TARGET = Target("triton", "cpu", FP16)
-# One program a batch entry or head, of tens of thousands: a GPU's work.
+# many_*: tens of thousands of programs, too slow for the interpreter.
 QUICK = [case for case in CASES if not case.id.startswith("many_")]
 
 
 def is_quick(case_id: str) -> bool:
-    """Whether a case is of a head dim up to 64: wider ones take the same way through the kernel."""
+    """Whether a case has a head dim up to 64; larger ones take the same path in the kernel."""
     return not any(f"-{dim}" in case_id for dim in DIMS if dim > 64)
 
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of log2(0) and inf
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy: log2(0), inf
 
 
 @pytest.mark.parametrize("case", QUICK)

@@ -1,4 +1,4 @@
-"""Chrome traces made event by event, in the words of PyTorch's profiler, and the recorded ones.
+"""Chrome traces made event by event in the format of PyTorch's profiler, and recorded ones.
 
 `cpu`, `op`, `named`, `launch` and `kernel` make one event each, from when to when, in microseconds;
 `write_trace` writes them. `MadeTrace` collects them by start and duration, with a launch for each
@@ -77,7 +77,7 @@ def recorded(name: str) -> Attribution:
 
 
 def check_tables(owners: Attribution, operators: Any, kernels: Any, stages: Any) -> None:
-    """Raises ProfileError where one of the three tables cannot be true."""
+    """Raise ProfileError if one of the three tables is impossible."""
     invariants.check_operators(owners, operators)
     invariants.check_kernels(owners, kernels)
     invariants.check_stages(owners, stages)

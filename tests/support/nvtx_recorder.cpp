@@ -1,5 +1,5 @@
-// An NVTX tool for test_nvtx.py: prints every range of every domain. NVTX loads it where
-// NVTX_INJECTION64_PATH names it. The declarations are NVTX 3's, as far as they are used.
+// An NVTX tool for test_nvtx.py that prints every range of every domain. NVTX loads it through
+// NVTX_INJECTION64_PATH. The declarations are the used subset of NVTX 3's.
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -29,7 +29,7 @@ struct ExportTable {
   int (*get_module_function_table)(int module, FunctionTable* table, unsigned* size);
 };
 
-// A domain's and a registered string's handle is its name.
+// The handle of a domain or a registered string is its name.
 const void* name_it(const char* name) { return strdup(name); }
 const void* register_string(const char*, const char* text) { return strdup(text); }
 

@@ -7,13 +7,13 @@ number n of the rings: it yields operations, and returns what it remembers for u
         yield wait(full, n, reads=data)
         yield arrive(empty, n, reads=data)
 
-`explore` takes every order of the operations and of the landings of copies, breadth first. It finds
-- a read of a buffer that does not have the use that the reader means, at its begin and its end;
+`explore` tries every order of operations and copy completions, breadth first. It finds
+- a read of a buffer that contains another use than expected, at the start or end of the read;
 - a write to a buffer that is still being written;
-- an arrival in another phase than the role means, and more arrivals in a phase than its count;
+- an arrival in another phase than expected, and more arrivals in a phase than its count;
 - a deadlock.
-A wait passes as mbarrier.try_wait.parity does: if the parity of the barrier's phase differs from
-that of the phase waited for. A phase two before or after looks the same.
+A wait passes as mbarrier.try_wait.parity does: if the current phase's parity differs from the
+parity waited for. A phase two earlier or later has the same parity.
 
 The number of uses has no bound: states that differ by a shift of all uses are one state. So a step
 must do the same for every n, up to n itself. Copies of a role are interchangeable. A counterexample
@@ -28,12 +28,12 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-WRITING, READY = 0, 1  # of a buffer; a copy in flight to barrier i: -1 - i
+WRITING, READY = 0, 1  # buffer states; -1 - i: a copy in flight that signals barrier i
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """One buffer a stage; use n has stage n % stages."""
+    """One buffer per stage; use n is in stage n % stages."""
 
     name: str
     stages: int
@@ -41,7 +41,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Barrier:
-    """One mbarrier a stage, with its arrival count. Use n completes phase n // stages."""
+    """One mbarrier per stage, with an arrival count. Use n completes phase n // stages."""
 
     name: str
     stages: int
@@ -128,7 +128,7 @@ State = tuple[tuple[int, ...], tuple[Any, ...], tuple[Any, ...]]
 
 
 class Wrong(Exception):
-    """What a transition shows to be wrong."""
+    """A fault that a transition exposes."""
 
 
 class Explorer:
@@ -175,7 +175,7 @@ class Explorer:
         return self.place_of[key]
 
     def settle(self, place: int) -> Iterator[int]:
-        """The places before an operation that are reached by choices alone."""
+        """The places before an operation that choices alone can reach."""
         role, n, local, sent = self.places[place]
         op = self.op_at[place]
         if op is None:
@@ -256,9 +256,9 @@ class Explorer:
         return tuple(barriers), tuple(buffers)
 
     def successors(self, state: State) -> Iterator[tuple[int, Op | int, State | str]]:
-        """Every next state, or what is wrong, after the operation of a role or a copy that lands.
+        """Every next state, or the fault, after an operation of a role or a completed copy.
 
-        The first two values are a role's number and its operation, or a buffer's and the use.
+        The first two values are a role's number and operation, or a buffer's number and use.
         """
         roles, barriers, buffers = state
         for number, place in enumerate(roles):
@@ -343,7 +343,7 @@ class Explorer:
         return Result(len(seen))
 
     def replay(self, seen: dict[State, State | None], last: State) -> Result:
-        """The way to a wrong state, with uses counted from the first one."""
+        """The path to a faulty state, with uses counted from the first use."""
         path = [last]
         while (before := seen[path[-1]]) is not None:
             path.append(before)
@@ -374,7 +374,7 @@ def _offsets(arrays: tuple[Any, ...]) -> dict[str, int]:
 
 
 def _rotated(state: int, model: Model) -> int:
-    """A buffer's state where every barrier has moved to the stage before."""
+    """A buffer's state after every barrier has moved to the previous stage."""
     if state >= 0:
         return state
     at = -1 - state

@@ -1,7 +1,7 @@
 """Calls for compute-sanitizer: `python sanitized_calls.py IMPL PART`.
 
-Inputs are copied from the host: initcheck sees what a copy writes, and racecheck fails in some of
-torch's kernels.
+Inputs are copied from the host, because initcheck sees a copy's writes and racecheck fails in some
+kernels of torch.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ MASKS: dict[str, dict[str, Any]] = {
     "band": {"window": (30, 40)},
     "causal-softcap": {"causal": True, "softcap": 20.0},
 }
-# Each row of the Hopper tile table (its long row: not under the causal mask), with more than two
-# tiles a thread block on 132 SMs: slots of the tile ring are used again.
+# Each row of the Hopper tile table (the long row only without the causal mask), with more than two
+# tiles per thread block on 132 SMs, so that slots of the tile ring are reused.
 # (batch, queries, keys, heads, heads of keys, head dim)
 REUSE = (
     (56, 100, 130, 10, 5, 64), (27, 200, 260, 10, 5, 64), (80, 64, 130, 10, 10, 64),
@@ -51,14 +51,14 @@ def shapes() -> Iterator[Case]:
 
 
 def reuse() -> Iterator[Case]:
-    """Slots of the tile ring used again, without a mask and under masks that hide blocks."""
+    """Reuse slots of the tile ring, without a mask and under masks that hide blocks."""
     for shape in REUSE:
         for name in ("full", "causal", "band"):
             yield case(*shape, **MASKS[name])
 
 
 def values() -> Iterator[Case]:
-    """NaN in V: the rare path, which computes rows again."""
+    """NaN in V: the rare path, which recomputes rows."""
     for head_dim in (64, 96, 128, 256):
         for name in ("causal", "band"):
             yield case(4, 300, 300, 4, 2, head_dim, **MASKS[name])
@@ -67,16 +67,16 @@ def values() -> Iterator[Case]:
 
 
 def handover() -> Iterator[Case]:
-    """Many tiles of many equal blocks: what the planted race is looked for in.
+    """Many tiles with equal numbers of blocks, in which racecheck must find the planted race.
 
     The producer runs less than a tile ahead of the consumers, and all tiles have the same blocks.
-    So a scheduler that does not wait writes nothing that is still needed: no run hangs.
+    So a scheduler that does not wait overwrites nothing that is still needed, and no run hangs.
     """
     yield case(14, 257, 1024, 10, 5, 128)
 
 
 def graph() -> Iterator[Case]:
-    """In a CUDA graph, with a tile counter of its own."""
+    """A call in a CUDA graph, which has its own tile counter."""
     for shape in (REUSE[0], REUSE[3], REUSE[5], REUSE[9]):
         for name in ("full", "causal"):
             yield case(*shape, **MASKS[name])
@@ -101,12 +101,12 @@ class Inputs:
         return x.to(getattr(torch, c.dtype)).cuda()
 
     def of(self, c: Case, not_finite: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """q, k, v and, of a packed batch, the cumulative lengths."""
+        """q, k, v and, for a packed batch, the cumulative lengths."""
         rows_q, rows_k, bounds = (c.batch, c.seqlen_q), (c.batch, c.seqlen_k), []
         if c.seqlens is not None:
             lengths = torch.tensor([(0, 0), *c.seqlens], dtype=torch.int32).cumsum(0).int()
             bounds = [lengths[:, i].contiguous().cuda() for i in range(2)]
-            # Rows past the last sequence belong to none.
+            # Rows after the last sequence belong to no sequence.
             rows_q, rows_k = (int(lengths[-1, 0]) + 5,), (int(lengths[-1, 1]) + 3,)
         q = self.tensor(c, False, *rows_q, c.heads_q, c.head_dim)
         k = self.tensor(c, False, *rows_k, c.heads_kv, c.head_dim)

@@ -1,4 +1,4 @@
-"""The machine code of a built library, function by function."""
+"""The SASS of a built library, function by function."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @cache
 def cuobjdump() -> Path | None:
-    """Triton's wheel brings one; else the toolkit's."""
+    """Find cuobjdump: from Triton's wheel, otherwise from the toolkit."""
     triton = importlib.util.find_spec("triton")
     places = [
         Path(p) / "backends/nvidia/bin"
@@ -26,7 +26,7 @@ def cuobjdump() -> Path | None:
 
 @cache
 def functions(library: Path, arch: str) -> dict[str, str]:
-    """Demangled symbol -> machine code, of the kernels for one architecture."""
+    """Demangled symbol -> SASS, for the kernels of one architecture."""
     command = [str(cuobjdump()), "-arch", arch, "-sass", str(library)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     _, *parts = re.split(r"^\s*Function : (\S+)$", text, flags=re.MULTILINE)
@@ -36,7 +36,7 @@ def functions(library: Path, arch: str) -> dict[str, str]:
 
 
 def main_loop(code: str) -> str:
-    """The one loop with products that more products follow: the last P V of a tile."""
+    """The only loop with products that other products follow (the last P V of a tile)."""
     lines = [(int(at, 16), text) for at, text in re.findall(r"/\*(\w{4,})\*/\s+(.*?);", code)]
     products = [at for at, text in lines if "HGMMA" in text]
     jumps = [(re.search(r"\bBRA\b.* 0x(\w+)", text), at) for at, text in lines]

@@ -1,11 +1,11 @@
-"""Interrupts in tests, whatever those who started the tests do with them."""
+"""Interrupts in tests, independent of the signal handling of the parent process."""
 
 import signal
 
 
 def interruptible() -> None:
-    """For `preexec_fn`: SIGINT ends the process. Without it a process that was started where
-    SIGINT is ignored (`nohup make test &`) ignores it too."""
+    """For `preexec_fn`: SIGINT ends the process. Otherwise a child of a process that ignores
+    SIGINT (`nohup make test &`) ignores it too."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

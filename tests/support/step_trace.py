@@ -17,7 +17,7 @@ from attnscope.studies.summary import summarise
 BF16 = "c10::BFloat16"
 SCORES = [2, 8, 8]
 HEADS = [2, 8, 4]
-# Of the core: op, shapes, kernel, microseconds. Products of [2, 8, 4] x [2, 4, 8]: 2048 FLOPs each.
+# The core: op, shapes, kernel, microseconds. Products of [2, 8, 4] x [2, 4, 8]: 2048 FLOPs each.
 PLAIN = (
     ("aten::bmm", [HEADS, [2, 4, 8]], "nvjet_sm90_a", 10),
     ("aten::mul", [SCORES], "elementwise_kernel", 5),
@@ -87,7 +87,7 @@ def step(folder: Path, core: tuple[Any, ...] = PLAIN, scale: float = 1.0) -> Res
 def record(
     folder: Path, context: int = 8, core: tuple[Any, ...] = PLAIN, scale: float = 1.0, **more: Any
 ) -> Record:
-    """What `measure` would give for the made step."""
+    """The result of `measure` for the made step."""
     config = ModelConfig(d_model=8, d_ff=32, layers=1, heads=2, context=context, vocabulary=50)
     run = Run(name="made", config=config, impl="naive" if core is PLAIN else "cuda", batch=1)
     walls = {"forward": [2.0, 2.0, 2.2], "backward": [3.0] * 3, "optimizer": [1.0] * 3}

@@ -1,4 +1,4 @@
-"""Result files with made-up but plausible numbers, for tests of what reads them."""
+"""Result files with synthetic but plausible numbers, for tests of their readers."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ import numpy as np
 from attnscope.bench.workloads import Workload
 from attnscope.common.results import SCHEMA, strict_row
 
-# Share of the roof that an impl reaches at long lengths, and the length at which it has half of it.
+# Share of the roofline that an impl reaches at long lengths, and the length with half that share.
 CURVES = {
     "cuda-sm80": (0.36, 250),
     "triton": (0.42, 500),
@@ -70,7 +70,7 @@ def _row(impl: str, work: Workload, status: str, reason: str | None) -> dict[str
 
 
 def gpu_row(impl: str, work: Workload, **extra: Any) -> dict[str, Any]:
-    """A row of an H200, on the curve of its impl."""
+    """A row as measured on an H200, on its impl's curve."""
     share, half = CURVES[impl]
     length = max(work.seqlen_q, work.seqlen_k)
     size = {64: 0.78, 128: 0.95, 256: 1.0}.get(work.head_dim, 0.9)

@@ -1,4 +1,4 @@
-"""Which row of the Hopper tile table serves a call: the launcher's own function, on the host."""
+"""The row of the Hopper tile table for a call: the launcher's function, on the host."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Choice:
 
     @property
     def reuses_tile_slots(self) -> bool:
-        """Whether a thread block takes more tiles than there are slots for their descriptions."""
+        """Whether a thread block takes more tiles than the tile ring has slots."""
         return self.tiles > 2 * self.max_blocks
 
 
@@ -59,7 +59,7 @@ def _run(text: str) -> list[str]:
 
 
 def tile_choices(cases: Sequence[Case]) -> tuple[list[Choice], int]:
-    """The choice for each case on 132 SMs, and how many rows the table has."""
+    """The choice for each case on 132 SMs, and the number of rows of the table."""
     calls = [
         (c.head_dim, c.seqlen_q, c.heads_q, c.heads_kv, c.batch,
          int(c.window[0] < 0 and (c.causal or c.window[1] >= 0)), int(c.seqlens is not None))

@@ -1,4 +1,4 @@
-"""A buffer of marks as the kernel would leave it, written state by state with durations known."""
+"""A buffer of marks as the kernel writes it, made state by state with known durations."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ FACTS: dict[str, Any] = {
         "registers": 168, "spill_bytes": 12, "compile_s": 0.0,
     },
 }  # fmt: skip
-ORIGIN = 2**32 - 700  # so that the clock's low word goes round
-# Cycles of each state; what is not here takes 10.
+ORIGIN = 2**32 - 700  # so that the clock's low word wraps
+# Cycles of each state; any other state takes 10.
 CYCLES = {
     "Softmax": 500, "AwaitScores": 300, "AwaitOutput": 40, "Epilogue": 400, "Rescale": 20,
     "AwaitKSlot": 500, "AwaitVSlot": 300, "AwaitRequest": 900,
 }  # fmt: skip
 UNSEEING = 256  # first rows that see no key: more queries than keys
-RAISED = 3  # the step of each tile that takes a new maximum, after a short softmax
+RAISED = 3  # the step of each tile whose row max increases, after a short softmax
 TIMER, NS_PER_CYCLE = 5_000_000_000, 0.5
 
 
@@ -71,7 +71,7 @@ class Buffer:
         self.rows[row, [layout.TILES, layout.STEPS]] = tiles, steps
 
 
-# What a consumer marks in a tile even without key blocks of its own, the last two after the rest.
+# Marks of a consumer in a tile even if it has no key blocks; the last two come at the end.
 ALWAYS = ("AwaitTile", "Prepare", "AwaitQ", "SkipFirst", "SkipLast", "Epilogue")
 FIRST_BLOCK = ("AwaitK", "IssueScores", "AwaitScores", "Softmax", "AwaitNextK")
 LAST_OUTPUT = ("AwaitLastV", "IssueOutput", "AwaitOutput")
@@ -136,7 +136,7 @@ def schedule(b: Buffer, blocks: list[int], tile_size: dict[str, int]) -> None:
 def words(
     blocks: list[list[int] | None], tile: dict[str, int], tile_rows: int, step_rows: int
 ) -> np.ndarray:
-    """The buffer of a launch: of each thread block, the key blocks of its tiles; None did not run.
+    """The buffer of a launch, from the key blocks of each thread block's tiles (None: not run).
 
     The last row of a tile sees the last key of its last block, each row before it one key less.
     """
@@ -168,7 +168,7 @@ def recording(
     tile_rows: int = 8,
     step_rows: int = 64,
 ) -> Recording:
-    """Tiles of 64 rows a consumer and, if not said, as many keys: then none skips a block."""
+    """Tiles of 64 rows per consumer. By default block_n equals block_m, so no block is skipped."""
     rows = 64 * consumers
     tile = TILE | {"consumers": consumers, "block_m": rows, "block_n": block_n or rows}
     buffer = words(blocks, tile, tile_rows, step_rows)

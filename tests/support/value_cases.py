@@ -1,7 +1,7 @@
-"""Which values the forward gives where inputs are extreme, for every implementation.
+"""Values of the forward for extreme inputs, for every implementation.
 
-VALUE_CASES lists them for parametrize, as forward_cases.CASES; ids carry the head dim, so that slow
-implementations can leave some out.
+VALUE_CASES lists them for parametrize, like forward_cases.CASES. Ids contain the head dim, so that
+slow implementations can skip some.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KEYS = (0, 40, 63, 64, 96, 150, SEQLEN_K - 1)
 
 
 def some_keys(t: Target) -> tuple[int, ...]:
-    """KEYS, or a few of them where the interpreter runs each load of each program in turn."""
+    """KEYS, or a few of them for the interpreter, which runs the loads one by one."""
     return KEYS[1::2] if (t.impl, t.device) == ("triton", "cpu") else KEYS
 
 
@@ -54,7 +54,7 @@ def seen_rows(seqlen_q: int, seqlen_k: int, key: int, options: dict[str, Any]) -
 def bad_value_reaches_the_rows_that_see_it(
     t: Target, mask: str, dim: int, first: float, second: float
 ) -> None:
-    """One bad value at each of two keys: rows get neither, one, or the sum of both."""
+    """A bad value at each of two keys: a row gets neither value, one value, or their sum."""
     options = WINDOWS[mask]
     q, k, v = t.qkv(1, SEQLEN_Q, SEQLEN_K, 2, 1, dim)
     truth, truth_lse = attention_reference(q, k, v, **options)
@@ -88,7 +88,7 @@ def bad_key_reaches_the_rows_that_see_it(t: Target, mask: str, dim: int) -> None
 
 
 def bad_token_of_a_packed_batch(t: Target, poison: float) -> None:
-    """A bad token in the middle of a causal sequence reaches the later rows of that one alone."""
+    """A bad token in a causal sequence reaches only the later rows of the same sequence."""
     q, k, v = t.randn(200, 2, 64), t.randn(200, 1, 64), t.randn(200, 1, 64)
     cu = t.cu_seqlens(0, 30, 130, 190)  # ten rows of padding at the end
     clean = t(q, k, v, cu, cu, 100, 100, causal=True)
@@ -125,7 +125,7 @@ def giant_row_beside_normal_rows(t: Target, size: float, options: dict[str, Any]
 
 
 def giant_maximum_that_rises_and_falls(t: Target) -> None:
-    """One direction, a length a key: the maximum changes in every block, up or down."""
+    """Parallel keys of different lengths: the row max of each block goes up, or down."""
     lengths = torch.linspace(-1, 1, 256, device=t.device)
     for order in (lengths, lengths.flip(0), -lengths.abs(), lengths.abs() - 2):
         k = torch.zeros(1, 256, 1, 64, device=t.device)
@@ -162,7 +162,7 @@ def softcap_of_any_size(t: Target, softcap: float, factor: float) -> None:
 
 
 def any_cu_seqlens_write_every_row(t: Target, *bounds: int) -> None:
-    """Each element of out is 0, or that of a segment which has the row; lse likewise, 0 as -inf."""
+    """Each element of out is 0 or the value from a segment with the row; lse: -inf for 0."""
     total = 96
     q, k, v = t.randn(total, 2, 32), t.randn(total, 1, 32), t.randn(total, 1, 32)
     cu = t.cu_seqlens(*bounds)

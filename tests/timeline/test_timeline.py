@@ -1,4 +1,4 @@
-"""The timeline: how marks are read, what is measured and drawn, what the compiler makes of them."""
+"""The timeline: reading of marks, measurements, drawing, and the SASS of the marks."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_every_state_is_read_in_the_order_and_for_the_time_it_was_in():
         [-1] * 4 + [0] * 5 + [1] * 8 + [2] * 8 + [-1] * 5 + [-1]
     )
     assert (track.begin[1:] == track.end[:-1]).all()
-    assert track.begin[0] == 155  # although the clock's low word goes round in between
+    assert track.begin[0] == 155  # although the clock's low word wraps in between
 
 
 def test_blocks_that_only_others_see_have_no_marks_of_their_own():
@@ -98,7 +98,7 @@ def test_blocks_that_only_others_see_have_no_marks_of_their_own():
     track = made.track(0, CONSUMER)
     second = [*BEFORE, *FIRST_BLOCK, *RAISED_STEP, *STEP, *LAST_OUTPUT, *AFTER]
     assert labels(track) == [*BEFORE, *AFTER, *second, "tile.AwaitTile"]
-    # Counted from the first block of the tile, so that it is the same for all consumers.
+    # Counted from the tile's first block, so that all consumers have the same number.
     assert track.step[6:].tolist() == [-1] * 4 + [2] * 5 + [3] * 9 + [4] * 8 + [-1] * 5 + [-1]
     found = costs(track)
     assert found["begin"].tolist() == [6 * 10 + 300 + 500] and found["end"].tolist() == [60]
@@ -185,7 +185,7 @@ def test_what_does_not_fit_is_counted_and_the_rest_is_whole(tile_rows, step_rows
     made = marks.recording(blocks, tile_rows=tile_rows, step_rows=step_rows)
     whole, full = marks.recording(blocks).track(0, CONSUMER), made.track(0, CONSUMER)
     fit = min(tile_rows, step_rows // 5)
-    lanes = 5 if tile_rows == 3 else 3  # two have no steps
+    lanes = 5 if tile_rows == 3 else 3  # two lanes have no steps
     assert made.lost_tiles == lanes * (4 - fit)
     assert analyse(made)["lost_tiles"] == made.lost_tiles
     count = int((whole.tile < fit).sum())
@@ -262,7 +262,7 @@ def test_a_file_that_is_no_recording_is_refused(tmp_path, content):
 
 
 def track_of(*spans: tuple[str, int], begin: int = 0) -> Track:
-    """A consumer's track: states, and how long each lasts."""
+    """A consumer's track: states and their durations."""
     names, cycles = zip(*spans, strict=True)
     at = begin + np.concatenate([[0], np.cumsum(cycles)])
     code = np.concatenate([layout.codes("consumer", name) for name in names])
@@ -463,7 +463,7 @@ def built() -> tuple[Path, list[dict], float]:
 
 
 def test_the_instrumented_kernel_compiles_and_spills_little(built):
-    """Within the budget of registers of the normal kernel; ptxas has no complaint (`build`)."""
+    """Within the register budget of the normal kernel, without a ptxas warning (`build`)."""
     path, usage, seconds = built
     assert b"g_timeline" in path.read_bytes()
     kernels = [u for u in usage if "forward_kernel" in u["kernel"]]
@@ -473,7 +473,7 @@ def test_the_instrumented_kernel_compiles_and_spills_little(built):
             mine = library.usage_of(usage, tile, dtype)
             assert mine["spill_store_bytes"] <= 128
     assert len(kernels) == 2 * len(tiles)
-    assert seconds < 120  # beside other tests; 20 alone
+    assert seconds < 120  # parallel to other tests; 20 s alone
 
 
 def test_the_tile_of_a_call_has_what_a_recording_needs():
@@ -489,15 +489,15 @@ def test_the_tile_of_a_call_has_what_a_recording_needs():
 
 
 def test_the_instrumented_library_refuses_another_tile(built):
-    """The sources may have another tile table than the installed build: the launch compares."""
+    """The sources' tile table may differ from the installed build's; the launch compares them."""
     assert b"the sources choose another tile than the installed build" in built[0].read_bytes()
     assert library.Instrumented(built[0]) is not None  # it exports what Python calls
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="no nm")
 def test_libraries_side_by_side_share_no_table(built):
-    """A variable declared `inline` is one for all libraries of a process, whichever was loaded
-    first: a tile table of other sources would serve both."""
+    """The dynamic linker merges `inline` variables of all libraries in a process: both libraries
+    would use one tile table."""
     libraries = [built[0], *PACKAGE.glob("_C*.so")]
     for path in libraries:
         command = ["nm", "--dynamic", "--demangle", "--defined-only", path]
@@ -509,8 +509,8 @@ def test_libraries_side_by_side_share_no_table(built):
 @pytest.mark.skipif(sass.cuobjdump() is None, reason="no cuobjdump")
 @pytest.mark.parametrize("rows", [128, 192])
 def test_marks_stand_where_states_begin(built, rows):
-    """In the machine code of the tiles of head dim 128: each part of a step between its marks, and
-    no spill in the loop."""
+    """In the SASS of the tiles for head dim 128, each part of a step is between its marks, and the
+    loop has no spill."""
     kernels = sass.functions(built[0], "sm_90a")
     (code,) = (c for n, c in kernels.items() if f"__nv_bfloat16, 128, {rows}>" in n)
     events = re.findall(r"SR_CLOCKLO|MUFU\.EX2|TRYWAIT|DEPBAR\.LE|HGMMA\.64x|UTMALDG", code)

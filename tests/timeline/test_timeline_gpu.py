@@ -1,4 +1,4 @@
-"""The timeline of real launches: what the marks say agrees with what the kernel had to do."""
+"""The timeline of real launches: the marks match the work that the call requires."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def recorded(request) -> tuple[Workload, Recording]:
 
 
 def rows_of_tiles(seqlen: int, block_m: int) -> list[tuple[int, int]]:
-    """First row of each tile and one past its last: where tiles are too large by some consumers'
-    64 rows, so many tiles, the first ones, have 64 rows less."""
+    """First row of each tile, and one past its last row. If full tiles exceed the sequence by n
+    times 64 rows, the first n tiles have 64 rows less."""
     consumers, units = block_m // 64, -(-seqlen // 64)
     tiles = -(-units // consumers)
     less = tiles * consumers - units
@@ -66,7 +66,7 @@ def rows_of_tiles(seqlen: int, block_m: int) -> list[tuple[int, int]]:
 
 
 def visible_blocks(work: Workload, first_row: int, end_row: int, block_n: int) -> int:
-    """Key blocks that some of these query rows see, without a window."""
+    """Key blocks that any of these query rows sees, without a window."""
     last_row = end_row - 1
     keys = work.seqlen_k
     if work.causal:
@@ -107,7 +107,7 @@ def test_every_tile_with_keys_is_recorded_once_with_its_key_blocks(recorded):
 
 
 def test_every_role_marks_every_tile_and_step_in_order(recorded):
-    """`track` refuses marks that are missing, that run backwards or that no tile calls for."""
+    """`track` refuses missing marks, marks out of order and marks of no tile."""
     work, made = recorded
     names = ("block_n", "heads", "consumers", "heads_per_tile")
     block_n, group, count, heads_per_tile = (made.facts["tile"][name] for name in names)
@@ -123,7 +123,7 @@ def test_every_role_marks_every_tile_and_step_in_order(recorded):
             for head, _, first, *_, end in made.notes(at).tolist():
                 begin = first + 64 * (number % (count // heads_per_tile))
                 if head + number // (count // heads_per_tile) >= work.heads_q:
-                    begin = end  # the last tile of a sequence lacks a head
+                    begin = end  # the last tile of a sequence has one head less
                 last = -(-min(begin + 64, end) // group)
                 own.append(
                     visible_blocks(work, begin // group, last, block_n) if begin < end else 0
@@ -135,9 +135,9 @@ def test_the_marks_change_no_result_and_measures_are_possible(recorded):
     _, made = recorded
     disturbance = made.facts["disturbance"]
     assert disturbance["same_output"]
-    assert 0.5 < disturbance["slowdown"] < 2  # a kernel of a few microseconds varies by as much
+    assert 0.5 < disturbance["slowdown"] < 2  # a kernel of a few microseconds varies this much
     summary = analyse(made)
-    if len(made.blocks) > 8:  # of a few short blocks the device timer knows too little
+    if len(made.blocks) > 8:  # the device timer is too coarse for a few short blocks
         assert 0.5e3 < summary["clock_mhz"] < 2.5e3
     shares = summary["overlap"]
     parts = shares["tensor"] + shares["softmax_alone"] + shares["neither"]

@@ -22,7 +22,7 @@ autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 add_module_names = False
 
-# Furo carries its scripts and style with it; a page needs no network.
+# Furo bundles its scripts and styles; a page needs no network.
 html_theme = "furo"
 html_title = "attnscope"
 html_static_path = ["_static"]

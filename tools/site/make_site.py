@@ -1,4 +1,4 @@
-"""Builds the documentation site: `python tools/site/make_site.py [FOLDER]`, by default `site/`.
+"""Build the documentation site: `python tools/site/make_site.py [FOLDER]`, by default `site/`.
 
 Sphinx reads a copy of docs/ in build/docs. Added to it are: README.md and CONTRIBUTING.md, a page
 for each command (from typer), a page for each public module (from its docstrings), and a page for
@@ -75,7 +75,7 @@ class Site:
         return LINK.sub(rewrite, text)
 
     def link(self, target: str, source: str, page: str) -> str:
-        """The link of `page` that leads where `target` leads in the file `source`."""
+        """The link in `page` to the file that `target` points to in the file `source`."""
         if SCHEME.match(target) or target.startswith("#"):
             return target
         name, hash_sign, heading = target.partition("#")
@@ -121,7 +121,7 @@ class Site:
 
 
 def source_page(path: str) -> str:
-    """The page of a file or folder of the tree. One folder has them all."""
+    """The page of a file or folder of the tree. All such pages are in one folder."""
     return f"source/{path.replace('/', '-')}.md"
 
 
@@ -143,7 +143,7 @@ def add_navigation(site: Site) -> None:
 
 
 def add_commands(site: Site) -> None:
-    """Write a page for each command: typer's own account of its arguments and options."""
+    """Write a page for each command: typer's list of its arguments and options."""
     import typer
     from typer.cli import get_docs_for_click
     from typer.main import get_command
@@ -194,7 +194,7 @@ def public_names(module: object) -> list[str]:
 
 
 class Page(HTMLParser):
-    """The anchors of a page, its links, and what a browser loads to show it."""
+    """The anchors of a page, its links, and the resources that a browser loads for it."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class Page(HTMLParser):
 
 
 def check(folder: Path) -> Iterator[str]:
-    """Broken links inside the site, and whatever a page loads from the network."""
+    """Broken links inside the site, and resources that a page loads from the network."""
     files = folder.rglob("*.html")
     pages = {path.resolve(): Page(path.read_text()) for path in sorted(files)}
     for path, page in pages.items():

@@ -1,27 +1,28 @@
-// Tiles of the portable forward kernel, as data: the launcher, the occupancy table and the tests
-// read the same rows. Plain C++.
+// Tile table of the portable forward kernel, read by the launcher, the occupancy table and the
+// tests. Plain C++.
 #pragma once
 
 namespace attnscope::sm80 {
 
 struct ForwardTile {
   int head_dim;  // rounded up; smaller head dims are zero-filled
-  int block_m;   // query rows of a thread block
-  int block_n;   // keys of one step
+  int block_m;   // query rows per thread block
+  int block_n;   // keys per step
   int warps;
   int stages;           // K and V tiles in flight
-  bool q_in_registers;  // Q fragments kept for the whole tile, or read again for every key block
-  int blocks_per_sm;    // what __launch_bounds__ asks the compiler for
+  bool q_in_registers;  // keep Q fragments for the whole tile, or reload them per key block
+  int blocks_per_sm;    // minimum passed to __launch_bounds__
   const char* reason;
 
   constexpr int threads() const { return 32 * warps; }
   constexpr int shared_bytes() const { return 2 * head_dim * (block_m + 2 * stages * block_n); }
 };
 
-// Reasons: geometric means of the speed over FlashAttention-2's on an H200, S = 512, 2048, 8192,
-// causal and not (docs/perf-log.md). With 32 rows a warp each K or V fragment read feeds two
+// Chosen by the geometric mean speedup over FlashAttention-2 on an H200: S = 512, 2048, 8192,
+// causal and not (docs/perf-log.md). With 32 rows per warp, each K or V fragment feeds two
 // products.
-// Not inline: that would be one table for all libraries of a process, whichever was loaded first.
+// Deliberately not `inline`: the dynamic linker would merge the tables of two builds loaded in one
+// process.
 constexpr ForwardTile kForwardTiles[] = {
     {64, 128, 64, 4, 2, true, 2, "1.10; 96 keys 1.09, 80 keys 1.09, 96 keys without Q kept 1.08"},
     {96, 128, 64, 4, 1, false, 2, "1.05; two stages 1.02, Q kept 0.94"},
@@ -32,7 +33,7 @@ constexpr ForwardTile kForwardTiles[] = {
 
 constexpr int kForwardTileCount = sizeof(kForwardTiles) / sizeof(kForwardTiles[0]);
 
-// The row of the table that serves a head dim (the larger of Q's and V's); -1 where none does.
+// Table row for a head dim (the larger of Q's and V's); -1 if there is none.
 constexpr int forward_row(int head_dim) {
   for (int row = 0; row < kForwardTileCount; ++row) {
     if (head_dim <= kForwardTiles[row].head_dim) return row;

@@ -1,11 +1,11 @@
 // Attention forward with mma.sync (sm_80 and later).
 //
-// Problem   out = softmax(mask(cap(q k^T scale))) v and its log-sum-exp, see attn/params.h.
-// Tile      block_m query rows per thread block; every warp owns block_m / warps of them, with O in
-//           registers. K and V pass through shared memory, block_n keys at a time, last block
-//           first.
-// Pipeline  cp.async fills the next K and V while the tensor cores work on the present ones; the
-//           exponentials of 16 keys are issued between the P V products of the 16 keys before.
+// Problem   out = softmax(mask(cap(q k^T scale))) v and the log-sum-exp, see attn/params.h.
+// Tile      block_m query rows per thread block; each warp owns block_m / warps of them and keeps
+//           O in registers. K and V pass through shared memory, block_n keys at a time, last
+//           block first.
+// Pipeline  cp.async loads the next K and V during the products of the current ones; the
+//           exponentials of 16 keys are issued between the P V products of the previous 16.
 // Softmax   online, in base 2; O is rescaled only when a row's maximum grew by more than 2^8.
 // Limits    bf16, fp16; head dims in multiples of 8 up to 256.
 // Test      tests/ops/test_forward_gpu.py; bench: attnscope bench --impl cuda-sm80.
@@ -33,16 +33,16 @@
 
 namespace attnscope::sm80 {
 
-// A thread's share of its warp's rows: in every m16 tile rows g and g + 8, g = lane / 4.
+// A thread's share of its warp's rows: rows g and g + 8 of each m16 tile, g = lane / 4.
 template <class Config>
 struct Accumulators {
   float o[Config::kRowTiles][Config::kHeadDim / 2];
   float s[Config::kRowTiles][Config::kBlockN / 2];
-  // The maximum that P and row_sum refer to, times scale_log2. It starts at the lowest finite
-  // float: then no difference below is ever inf - inf, and rows without keys need no care.
+  // Reference row max of P and row_sum, times scale_log2. It starts at the lowest finite float, so
+  // no difference below is inf - inf and rows without keys need no special case.
   float row_max[Config::kRows];
   float row_sum[Config::kRows];  // this thread's columns only
-  bool giant;                    // some row maximum of the warp is, see is_giant
+  bool giant;                    // warp-uniform: some row max is giant, see is_giant
 };
 
 template <class Config>
@@ -73,8 +73,8 @@ __device__ __forceinline__ void compute_scores(Accumulators<Config>& acc,
   }
 }
 
-// Raises the reference maxima where a row's new maximum passed them by more than kHeadroom, and
-// scales O and the sums to match.
+// Warp-converged. If any row max of the warp grew by more than kHeadroom, raises the reference
+// maxima and rescales O and the sums.
 template <class Config>
 __device__ __forceinline__ void update_row_max(Accumulators<Config>& acc, float scale_log2) {
   float new_max[Config::kRows];
@@ -106,8 +106,8 @@ __device__ __forceinline__ void update_row_max(Accumulators<Config>& acc, float 
   acc.giant = __any_sync(0xffffffffu, giant);
 }
 
-// What turns the scores into exponents: scale_log2; or 1, where a giant maximum wants them scaled
-// beforehand.
+// Factor from scores to exponents: scale_log2, or 1 if a giant maximum requires scaling the scores
+// first (done here).
 template <class Config>
 __device__ __forceinline__ float exponent_scale(Accumulators<Config>& acc, float scale_log2) {
   if (__builtin_expect(!acc.giant, true)) return scale_log2;
@@ -119,8 +119,8 @@ __device__ __forceinline__ float exponent_scale(Accumulators<Config>& acc, float
   return 1.0f;
 }
 
-// Exponentials [begin, end) of the 8 kRowTiles a thread owns among 16 keys; scores become
-// probabilities in place.
+// Computes exponentials [begin, end) of the 8 * kRowTiles that a thread owns among 16 keys. Scores
+// become probabilities in place.
 template <class Config>
 __device__ __forceinline__ void exponentiate(Accumulators<Config>& acc, float scale_log2,
                                              int keys16, int begin, int end) {
@@ -133,7 +133,7 @@ __device__ __forceinline__ void exponentiate(Accumulators<Config>& acc, float sc
   }
 }
 
-// O += P V. The probabilities of the next 16 keys are computed between the products of these.
+// O += P V. The probabilities of the next 16 keys are computed between these products.
 template <class Config>
 __device__ __forceinline__ void accumulate_output(
     Accumulators<Config>& acc, float scale_log2,
@@ -170,8 +170,8 @@ __device__ __forceinline__ void accumulate_output(
   }
 }
 
-// O / sum through the warp's own rows of shared memory to global, 16 bytes a store, and the LSE.
-// Where the tile lies is worked out again here rather than kept in registers through the main loop.
+// Writes O / sum through the warp's rows of shared memory, 16 bytes per store, and the LSE. The
+// tile's position is computed again here, which saves registers in the main loop.
 template <class Config>
 __device__ __forceinline__ void store_output(Accumulators<Config>& acc, const ForwardParams& p,
                                              const TileOrder& order, uint32_t shared_q,
@@ -187,7 +187,7 @@ __device__ __forceinline__ void store_output(Accumulators<Config>& acc, const Fo
       p.lse + int64_t{seg_q.batch} * p.lse_batch_stride + head * p.lse_head_stride + seg_q.row;
   const int lane = threadIdx.x % 32;
   const int warp_row = threadIdx.x / 32 * Config::kRowTiles * 16;
-  __syncwarp();  // all lanes have read Q; without keys, no barrier has come since
+  __syncwarp();  // all lanes have read Q; with no keys there was no barrier since
 #pragma unroll
   for (int r = 0; r < Config::kRows; ++r) {
     float sum = acc.row_sum[r];
@@ -195,7 +195,7 @@ __device__ __forceinline__ void store_output(Accumulators<Config>& acc, const Fo
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
     const int tile_row = warp_row + r / 2 * 16 + r % 2 * 8 + lane / 4;
     const int row = first_row + tile_row;
-    const bool empty = sum == 0.0f;  // no key seen: the largest term of any other row is at least 1
+    const bool empty = sum == 0.0f;  // no key seen: any other row's largest term is >= 1
     const float inverse = empty ? 0.0f : 1.0f / sum;
     if (lane % 4 == 0 && row < seqlen_q) {
       lse[row] = empty ? -INFINITY : fmaf(acc.row_max[r], 0.6931471805599453f, logf(sum));
@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
   const Window window{seg_k.length - seg_q.length, p.window_left, p.window_right};
   const int end_row = min(first_row + kBlockM, seg_q.length);
   const BlockRange range = block_range(window, first_row, end_row, seg_k.length, kBlockN);
-  // Keys that no row here sees are loaded as zeros: whatever V holds there, 0 times it must be 0.
+  // Keys that no row of the tile sees are loaded as zeros: their weight is 0, and 0 * NaN is NaN.
   const int first_key = window.first_key(first_row),
             end_key = window.end_key(end_row - 1, seg_k.length);
 
@@ -302,14 +302,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.blocks_per_sm)
     __syncthreads();
     q_fragments.keep();
   }
-  // Without a window, all rows see all keys that are loaded.
+  // Without a window, all rows see all loaded keys.
   const bool windowed = p.window_left >= 0 || p.window_right >= 0;
   for (int block = range.end - 1, stage = 0; block >= range.begin; --block) {
     char* const v_tile = reinterpret_cast<char*>(shared.v[stage]);
     const bool last = block == range.begin;
     const bool boundary = block < range.full_begin || block >= range.full_end;
-    // K of this block (and, with one stage, V of the block before) has arrived everywhere, and
-    // with two stages everyone is done with the other buffers.
+    // After the barrier below, K of this block (and, with one stage, V of the previous block) is
+    // visible to all threads. With two stages, all threads have finished with the other buffers.
     ptx::cp_async_wait<1>();
     __syncthreads();
     if (kStages == 2 && !last) load_k(block - 1, stage ^ 1);

@@ -15,8 +15,8 @@ template <class Config>
 cudaError_t launch(const ForwardParams& p, cudaStream_t stream) {
   const int64_t m_blocks = (int64_t{p.seqlen_q} + Config::kBlockM - 1) / Config::kBlockM;
   const int64_t heads = int64_t{p.batch} * p.heads_q;
-  const int64_t clearing = p.packed() ? p.heads_q : 0;  // blocks that write rows of no segment
-  // By division: the product of three large sizes could pass 64 bits.
+  const int64_t clearing = p.packed() ? p.heads_q : 0;  // blocks for rows outside any segment
+  // Divide: the product of three large sizes could overflow 64 bits.
   if (heads > 0 && m_blocks > (INT_MAX - clearing) / heads) return cudaErrorInvalidConfiguration;
   const int64_t blocks = m_blocks * heads + clearing;
   if (blocks == 0) return cudaSuccess;

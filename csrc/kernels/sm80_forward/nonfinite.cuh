@@ -1,5 +1,5 @@
-// NaN and infinity in V where some row of the tile does not see their key: 0 times either is NaN,
-// so they leave the product, and rows that see the key get them by addition.
+// NaN and infinity in V at keys that some row of the tile does not see. 0 times either is NaN, so
+// the product skips them; rows that see the key get them by addition.
 #pragma once
 
 #include "attn/block_range.cuh"
@@ -9,8 +9,8 @@
 
 namespace attnscope::sm80 {
 
-// Whether the chunks of a tile that this thread copied hold NaN or infinity. Needs no barrier
-// after the wait for the thread's own copies.
+// Whether the chunks that this thread copied contain NaN or infinity. After the wait for the
+// thread's own copies no barrier is needed.
 template <class Config>
 __device__ __forceinline__ bool own_chunks_nonfinite(const char* tile) {
   using Source = TileSource<Config>;
@@ -40,8 +40,8 @@ __device__ __forceinline__ void clear_nonfinite(char* tile) {
   }
 }
 
-// Adds the NaN and infinities of a V tile to O in the rows that see their key. The weight is left
-// out: it is above 0, and p * inf = inf. `row` is the thread's first row in its sequence,
+// Adds the NaN and infinities of a V tile to O in the rows that see the key. The weight is
+// omitted: it is positive, and p * inf = inf. `row` is the thread's first row in its sequence,
 // `first_key` the tile's first key.
 template <class Config>
 __device__ __forceinline__ void add_nonfinite(float (&o)[Config::kRowTiles][Config::kHeadDim / 2],

@@ -1,4 +1,4 @@
-// How tiles of Q, K and V lie in shared memory, get there, and are read as matrix fragments.
+// Shared-memory layout of Q, K and V tiles, the copies that fill them, and fragment reads.
 #pragma once
 
 #include "attn/params.h"
@@ -19,12 +19,12 @@ struct ForwardConfig {
   static constexpr int kWarps = kTile.warps;
   static constexpr int kThreads = kTile.threads();
   static constexpr int kStages = kTile.stages;
-  static constexpr int kRowTiles = kBlockM / kWarps / 16;  // m16 tiles of a warp
-  static constexpr int kRows = 2 * kRowTiles;              // rows of a thread
+  static constexpr int kRowTiles = kBlockM / kWarps / 16;  // m16 tiles per warp
+  static constexpr int kRows = 2 * kRowTiles;              // rows per thread
   static constexpr bool kQInRegisters = kTile.q_in_registers;
 
   // Shared rows are cut into column blocks of 64 elements (32 where 64 does not divide): 128-byte
-  // (64-byte) rows whose 16-byte chunks are permuted by the row, so ldmatrix meets no bank twice.
+  // (64-byte) rows whose 16-byte chunks are permuted by the row, so ldmatrix has no bank conflicts.
   static constexpr int kBlockCols = kHeadDim % 64 == 0 ? 64 : 32;
   static constexpr int kRowBytes = 2 * kBlockCols;
 
@@ -38,7 +38,7 @@ struct ForwardConfig {
 template <class Config>
 struct ForwardShared {
   using Element = typename Config::Element;
-  alignas(128) Element q[Config::kBlockM * Config::kHeadDim];  // O on its way out, too
+  alignas(128) Element q[Config::kBlockM * Config::kHeadDim];  // also stages O
   alignas(128) Element k[Config::kStages][Config::kBlockN * Config::kHeadDim];
   alignas(128) Element v[Config::kStages][Config::kBlockN * Config::kHeadDim];
 };
@@ -52,9 +52,9 @@ __device__ __forceinline__ uint32_t tile_offset(int row, int chunk) {
   return (block * kTileRows + row) * Config::kRowBytes + ((chunk % kChunks) ^ key) * 16;
 }
 
-// The rows of one head in global memory, and the chunks of every tile that this thread copies: the
-// threads of a 128-byte (64-byte) row segment are neighbours, and the rows of a thread keep one
-// swizzle key, so all its shared addresses are one base and constants.
+// The rows of one head in global memory, and the chunks that this thread copies. Neighbouring
+// threads copy one 128-byte (64-byte) row segment. All rows of a thread have one swizzle key, so
+// its shared addresses are a base plus constants.
 template <class Config>
 struct TileSource {
   using Element = typename Config::Element;
@@ -74,7 +74,7 @@ struct TileSource {
   static __device__ __forceinline__ int lane_row() { return threadIdx.x / kChunks; }
   static __device__ __forceinline__ int lane_chunk() { return threadIdx.x % kChunks; }
 
-  // The chunks of a tile that this thread copies, and the byte offset of each from the first.
+  // Number of a tile's chunks that this thread copies, and their byte offsets from the first.
   template <int kTileRows>
   static constexpr int kOwnChunks = kTileRows / kRowStep * (Config::kHeadDim / Config::kBlockCols);
   template <int kTileRows>
@@ -111,15 +111,15 @@ struct TileSource {
   }
 };
 
-// Addresses of a lane for ldmatrix: A operands and V^T take rows by lane % 16 and a chunk by
+// A lane's ldmatrix addresses: A operands and V^T take rows by lane % 16 and a chunk by
 // lane / 16; K takes rows by lane % 8 + 8 (lane / 16) and a chunk by lane / 8 % 2.
 template <class Config, int kTileRows>
 struct FragmentAddress {
   uint32_t base;
   __device__ __forceinline__ FragmentAddress(uint32_t tile, int row, int chunk)
       : base(tile + tile_offset<Config, kTileRows>(row, chunk)) {}
-  // The address `row16` tiles of 16 rows down and `step` pairs of chunks to the right: both keep
-  // the swizzle key, and the chunk index enters by exclusive or.
+  // The address `row16` tiles of 16 rows down and `step` pairs of chunks to the right. Neither
+  // changes the swizzle key; the chunk index is XORed in.
   __device__ __forceinline__ uint32_t at(int row16, int step) const {
     constexpr int kSteps = Config::kBlockCols / 16;
     return (base ^ (step % kSteps * 32)) +
@@ -127,8 +127,8 @@ struct FragmentAddress {
   }
 };
 
-// A warp's Q as A operands: kept in registers where they are to spare, else read from shared memory
-// for every block of keys.
+// A warp's Q as A operands: kept in registers if kQInRegisters, otherwise read from shared memory
+// for every key block.
 template <class Config>
 struct QueryFragments {
   static constexpr int kSteps = Config::kHeadDim / 16;

@@ -8,7 +8,7 @@ struct __half2 {
   __half x, y;
 };
 
-// Infinity, NaN and -1.5 are all that the tests use.
+// Supports only the values that the tests use: infinity, NaN and -1.5.
 template <>
 inline __half from_float<__half>(float value) {
   if (std::isnan(value)) return {0x7e00};

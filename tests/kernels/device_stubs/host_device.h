@@ -1,5 +1,5 @@
-// Device code as host code: the qualifiers, the thread's number and what a warp of one lane
-// returns.
+// Compiles device code for the host: qualifiers, threadIdx, and warp intrinsics for a warp of one
+// lane.
 #pragma once
 
 #include <algorithm>

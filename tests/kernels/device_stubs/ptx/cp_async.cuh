@@ -3,7 +3,7 @@
 
 namespace attnscope::ptx {
 
-inline std::set<uint32_t> copied;  // where copies went
+inline std::set<uint32_t> copied;  // destination addresses of the copies
 
 inline void cp_async_16(uint32_t to, const void*) { copied.insert(to); }
 inline void cp_async_16_zfill(uint32_t to, const void*, bool) { copied.insert(to); }
