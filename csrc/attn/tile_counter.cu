@@ -31,7 +31,7 @@ cudaError_t allocate(TileCounter** chunk) {
 
 cudaError_t take(Pool& pool, TileCounter** counter) {
   if (pool.used == kChunk) {
-    // A capture in global mode, on any thread, forbids allocation in the others' modes.
+    // While any thread captures in global mode, only a thread in relaxed mode may allocate.
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     cudaThreadExchangeStreamCaptureMode(&mode);
     const cudaError_t error = allocate(&pool.chunk);

@@ -1,18 +1,9 @@
-// Barriers among some of a block's warps, fences between proxies, register reallocation.
+// Fences between proxies, warp-uniform values, register reallocation.
 #pragma once
 
 #include <cstdint>
 
 namespace attnscope::ptx {
-
-// Named barriers. PTX ISA 9.7.13.1.
-__device__ __forceinline__ void barrier_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 
 // Orders this thread's ordinary writes to shared memory before later reads of them by the tensor
 // cores and TMA. PTX ISA 9.7.13.4, sm_90.

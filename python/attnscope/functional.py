@@ -115,7 +115,7 @@ def attention_varlen(
             cu_seqlens[b] to cu_seqlens[b + 1]. Segments may be empty, rows after the last one
             belong to nobody (and may hold NaN).
         max_seqlen_q, max_seqlen_k: the longest segment's length, or more. Further rows of a segment
-        are ignored.
+            are ignored.
 
     The other arguments are those of `attention`; masks are aligned within each segment.
 

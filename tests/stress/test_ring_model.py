@@ -113,108 +113,94 @@ class KeysAndValues:
         return more
 
 
-def tile_ring(consumers: int, q_stages: int, prefetch: bool = False, guarded: bool = True) -> Model:
+class TilesAndQueries:
     """The rings of tile descriptions and Q. All lanes of a warp arrive as one."""
-    tile = Buffer("tile", 2)
-    tile_full = Barrier("tile_full", 2)
-    tile_empty = Barrier("tile_empty", 2, consumers + 2)
-    tile_wanted = Barrier("tile_wanted", 1)
-    q = [Buffer(f"Q {i}", q_stages) for i in range(consumers)]
-    q_full = [Barrier(f"q_full {i}", q_stages) for i in range(consumers)]
-    q_empty = [Barrier(f"q_empty {i}", q_stages) for i in range(consumers)]
 
-    def schedule(n: int, started: bool) -> Step:
-        if started and not prefetch:
-            yield wait(tile_wanted, n - 1)
-        if guarded:
-            yield wait_before(tile_empty, n)
-        yield write(tile, n)
-        yield publish(tile_full, n, writes=tile)
+    def __init__(
+        self, consumers: int, q_stages: int, prefetch: bool = False, guarded: bool = True
+    ) -> None:
+        self.consumers, self.prefetch, self.guarded = consumers, prefetch, guarded
+        self.tile = Buffer("tile", 2)
+        self.tile_full = Barrier("tile_full", 2)
+        self.tile_empty = Barrier("tile_empty", 2, consumers + 2)
+        self.tile_wanted = Barrier("tile_wanted", 1)
+        self.q = [Buffer(f"Q {i}", q_stages) for i in range(consumers)]
+        self.q_full = [Barrier(f"q_full {i}", q_stages) for i in range(consumers)]
+        self.q_empty = [Barrier(f"q_empty {i}", q_stages) for i in range(consumers)]
+
+    def schedule(self, n: int, started: bool) -> Step:
+        if started and not self.prefetch:
+            yield wait(self.tile_wanted, n - 1)
+        if self.guarded:
+            yield wait_before(self.tile_empty, n)
+        yield write(self.tile, n)
+        yield publish(self.tile_full, n, writes=self.tile)
         return True
 
-    def produce(n: int, _: None) -> Step:
-        yield wait(tile_full, n, reads=tile)
-        yield arrive(tile_empty, n, reads=tile)
-        yield arrive(tile_wanted, n)
+    def produce(self, n: int, _: None) -> Step:
+        yield wait(self.tile_full, n, reads=self.tile)
+        yield arrive(self.tile_empty, n, reads=self.tile)
+        yield arrive(self.tile_wanted, n)
 
-    def produce_queries(n: int, _: None) -> Step:
-        yield wait(tile_full, n, reads=tile)
-        yield arrive(tile_empty, n, reads=tile)
-        for i in range(consumers):
-            yield wait_before(q_empty[i], n)
-            yield copy(q[i], n, q_full[i])
+    def produce_queries(self, n: int, _: None) -> Step:
+        yield wait(self.tile_full, n, reads=self.tile)
+        yield arrive(self.tile_empty, n, reads=self.tile)
+        for i in range(self.consumers):
+            yield wait_before(self.q_empty[i], n)
+            yield copy(self.q[i], n, self.q_full[i])
 
-    def consumer(i: int) -> Role:
-        def consume(n: int, _: None) -> Step:
-            yield wait(tile_full, n, reads=tile)
-            yield wait(q_full[i], n, reads=q[i])
-            yield arrive(q_empty[i], n, reads=q[i])
-            yield arrive(tile_empty, n, reads=tile)
+    def consume(self, i: int, n: int) -> Step:
+        yield wait(self.tile_full, n, reads=self.tile)
+        yield wait(self.q_full[i], n, reads=self.q[i])
+        yield arrive(self.q_empty[i], n, reads=self.q[i])
+        yield arrive(self.tile_empty, n, reads=self.tile)
 
-        return Role(f"consumer {i}", consume)
+    def model(self) -> Model:
+        roles = [Role("scheduler", self.schedule, start=False), Role("producer", self.produce)]
+        roles += [Role("producer of Q", self.produce_queries)]
+        roles += [
+            Role(f"consumer {i}", lambda n, _, i=i: self.consume(i, n))
+            for i in range(self.consumers)
+        ]
+        barriers = (self.tile_full, self.tile_empty, self.tile_wanted, *self.q_full, *self.q_empty)
+        return Model(tuple(roles), (self.tile, *self.q), barriers)
 
-    roles = [Role("scheduler", schedule, start=False), Role("producer", produce)]
-    roles += [Role("producer of Q", produce_queries), *map(consumer, range(consumers))]
-    barriers = (tile_full, tile_empty, tile_wanted, *q_full, *q_empty)
-    return Model(tuple(roles), (tile, *q), barriers)
 
-
-def whole_kernel(consumers: int, q_stages: int, stages: int = 2) -> Model:
+class WholeKernel(TilesAndQueries):
     """All rings together, with one key block per tile: covers waits across rings."""
-    tile, k, v = Buffer("tile", 2), Buffer("K", stages), Buffer("V", stages)
-    tile_full, tile_empty = Barrier("tile_full", 2), Barrier("tile_empty", 2, consumers + 2)
-    tile_wanted = Barrier("tile_wanted", 1)
-    k_full, k_empty = Barrier("k_full", stages), Barrier("k_empty", stages, consumers)
-    v_full, v_empty = Barrier("v_full", stages), Barrier("v_empty", stages, consumers)
-    q = [Buffer(f"Q {i}", q_stages) for i in range(consumers)]
-    q_full = [Barrier(f"q_full {i}", q_stages) for i in range(consumers)]
-    q_empty = [Barrier(f"q_empty {i}", q_stages) for i in range(consumers)]
 
-    def schedule(n: int, started: bool) -> Step:
-        if started:
-            yield wait(tile_wanted, n - 1)
-        yield wait_before(tile_empty, n)
-        yield write(tile, n)
-        yield publish(tile_full, n, writes=tile)
-        return True
+    def __init__(self, consumers: int, q_stages: int, stages: int = 2) -> None:
+        super().__init__(consumers, q_stages)
+        self.k, self.v = Buffer("K", stages), Buffer("V", stages)
+        self.k_full, self.v_full = Barrier("k_full", stages), Barrier("v_full", stages)
+        self.k_empty = Barrier("k_empty", stages, consumers)
+        self.v_empty = Barrier("v_empty", stages, consumers)
 
-    def produce(n: int, _: None) -> Step:
-        yield wait(tile_full, n, reads=tile)
-        yield arrive(tile_empty, n, reads=tile)
-        yield arrive(tile_wanted, n)
-        yield wait_before(k_empty, n)
-        yield copy(k, n, k_full)
-        yield wait_before(v_empty, n)
-        yield copy(v, n, v_full)
+    def produce(self, n: int, _: None) -> Step:
+        yield from super().produce(n, None)
+        yield wait_before(self.k_empty, n)
+        yield copy(self.k, n, self.k_full)
+        yield wait_before(self.v_empty, n)
+        yield copy(self.v, n, self.v_full)
 
-    def produce_queries(n: int, _: None) -> Step:
-        yield wait(tile_full, n, reads=tile)
-        yield arrive(tile_empty, n, reads=tile)
-        for i in range(consumers):
-            yield wait_before(q_empty[i], n)
-            yield copy(q[i], n, q_full[i])
+    def consume(self, i: int, n: int) -> Step:
+        yield wait(self.tile_full, n, reads=self.tile)
+        yield wait(self.q_full[i], n, reads=self.q[i])
+        reads = yield choose()
+        yield wait(self.k_full, n, reads=self.k if reads else None)
+        yield arrive(self.k_empty, n, reads=self.k if reads else None)
+        if reads:
+            yield arrive(self.q_empty[i], n, reads=self.q[i])
+        yield wait(self.v_full, n, reads=self.v if reads else None)
+        yield arrive(self.v_empty, n, reads=self.v if reads else None)
+        if not reads:
+            yield arrive(self.q_empty[i], n)
+        yield arrive(self.tile_empty, n, reads=self.tile)
 
-    def consumer(i: int) -> Role:
-        def consume(n: int, _: None) -> Step:
-            yield wait(tile_full, n, reads=tile)
-            yield wait(q_full[i], n, reads=q[i])
-            reads = yield choose()
-            yield wait(k_full, n, reads=k if reads else None)
-            yield arrive(k_empty, n, reads=k if reads else None)
-            if reads:
-                yield arrive(q_empty[i], n, reads=q[i])
-            yield wait(v_full, n, reads=v if reads else None)
-            yield arrive(v_empty, n, reads=v if reads else None)
-            if not reads:
-                yield arrive(q_empty[i], n)
-            yield arrive(tile_empty, n, reads=tile)
-
-        return Role(f"consumer {i}", consume)
-
-    roles = [Role("scheduler", schedule, start=False), Role("producer", produce)]
-    roles += [Role("producer of Q", produce_queries), *map(consumer, range(consumers))]
-    barriers = (tile_full, tile_empty, tile_wanted, k_full, k_empty, v_full, v_empty)
-    return Model(tuple(roles), (tile, k, v, *q), (*barriers, *q_full, *q_empty))
+    def model(self) -> Model:
+        rings = super().model()
+        barriers = (self.k_full, self.k_empty, self.v_full, self.v_empty)
+        return Model(rings.roles, (*rings.buffers, self.k, self.v), (*rings.barriers, *barriers))
 
 
 def assert_sound(model: Model) -> None:
@@ -248,13 +234,13 @@ def test_k_and_v_are_right_in_every_order(stages, consumers):
 @pytest.mark.parametrize("consumers", [1, 2])
 def test_tiles_and_q_are_right_in_every_order(consumers, q_stages, prefetch):
     """253 states (1 consumer, 1 stage of Q) to 8,685 (2, 2, prefetch)."""
-    assert_sound(tile_ring(consumers, q_stages, prefetch))
+    assert_sound(TilesAndQueries(consumers, q_stages, prefetch).model())
 
 
 @pytest.mark.parametrize(("consumers", "q_stages"), [(1, 1), (1, 2), (2, 1), slow(2, 2)])
 def test_all_rings_together_are_right_in_every_order(consumers, q_stages):
     """4,673 states (1 consumer, 1 stage of Q) to 63,893 (2, 1); slow: 166,871 (2, 2)."""
-    assert_sound(whole_kernel(consumers, q_stages))
+    assert_sound(WholeKernel(consumers, q_stages).model())
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
@@ -276,7 +262,7 @@ def test_an_unguarded_skip_reads_a_buffer_too_early(stages):
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_a_scheduler_that_does_not_wait_overwrites_a_tile(prefetch):
     """Model the build with -DATTNSCOPE_PLANTED_RACE."""
-    result = explore(tile_ring(2, 2, prefetch, guarded=False))
+    result = explore(TilesAndQueries(2, 2, prefetch, guarded=False).model())
     print(result)
     assert "tile of use" in result.failure or "tile_full" in result.failure
 
@@ -353,7 +339,7 @@ def test_the_engine_finds_a_copy_over_a_copy():
 
 @pytest.mark.parametrize(
     "model",
-    [one_ring(2, 2), KeysAndValues(2, 1).model, tile_ring(1, 1)],
+    [one_ring(2, 2), KeysAndValues(2, 1).model, TilesAndQueries(1, 1).model()],
     ids=["ring", "k-and-v", "tiles"],
 )
 def test_shifts_and_interchanged_roles_lose_no_state(model):
