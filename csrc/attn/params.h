@@ -54,4 +54,22 @@ struct ForwardParams {
   bool packed() const { return cu_seqlens_q != nullptr; }
 };
 
+// The backward of one forward call. Gradients are contiguous, in the shape and dtype of q, k and v.
+struct BackwardParams {
+  ForwardParams forward;  // the call; its `out` and `lse` are read, in these strides
+
+  const void* dout;   // like out
+  const float* dlse;  // like lse, in its strides; null: zero
+  void* dq;
+  void* dk;
+  void* dv;
+  Strides dout_stride;
+  Strides dq_stride;
+  Strides dk_stride;
+  Strides dv_stride;
+
+  void* workspace;     // of the size that the kernel asked for, uninitialized, 256-byte aligned
+  bool deterministic;  // the same bits in every call
+};
+
 }  // namespace attnscope
