@@ -235,8 +235,7 @@ class Consumer {
     if (__builtin_expect(!boundary, true)) {
       rises = !softmax<Config>(f, p, scale_log2());
       if (__builtin_expect(rises && !Config::kScoresLive, false)) {
-        ptx::wgmma_wait<0>();  // earlier than needed, but it frees the registers of P
-        ptx::pin_registers(f.o);
+        // No wgmma and no wait for one here: all warps of a warpgroup must execute these together.
         recompute_scores<Config>(f, ptx::shared_address(s.q[q_stage()][consumer]),
                                  ptx::shared_address(s.k[k_slot.stage][head()]));
         finish_scores(block, false);

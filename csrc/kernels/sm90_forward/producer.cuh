@@ -93,8 +93,11 @@ __device__ __forceinline__ void produce(const ForwardArguments& a, ForwardShared
     ptx::mbarrier_arrive(shared_address(&s.tile_empty[slot.stage]));
     if (w.stop) break;
     const int blocks_here = w.range.end - w.range.begin;
-    // Ask for the next tile two blocks before the end: that covers the scheduler's latency.
-    const int ask_at = blocks_here > 2 ? w.range.begin + 1 : w.range.end - 1;
+    // Ask for the next tile two blocks before the end: that covers the scheduler's latency. A
+    // scheduler that prefetches waits for no request.
+    const int ask_at = a.prefetch_tiles  ? INT_MAX
+                       : blocks_here > 2 ? w.range.begin + 1
+                                         : w.range.end - 1;
     const auto load = [&](const TensorMap& tensor, auto& buffers, uint64_t& full, uint64_t& empty,
                           int count, int block) {
       const Slot<kStages> slot(count);
