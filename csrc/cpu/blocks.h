@@ -25,7 +25,7 @@ void for_each_block(const std::vector<Block>& blocks, int64_t heads, size_t scra
                     const std::function<void(const Block&, void*)>& body);
 
 size_t element_size(DType dtype);
-// Of the type in which a dtype's sums are computed.
+// Size of the type in which a dtype's sums are computed.
 size_t compute_size(DType dtype);
 
 }  // namespace attnscope::cpu

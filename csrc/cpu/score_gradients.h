@@ -23,12 +23,12 @@ struct Band {
   }
 };
 
-// Of a tile of keys from `first_key` on, whose columns are the queries of a block.
+// The band of a tile of keys from `first_key` on, whose columns are the queries of a block.
 Band band_of_keys(const Visible& visible, int64_t first_key) {
   return {first_key - visible.end + 1, first_key - visible.begin + 1};
 }
 
-// Of a tile of queries, the first of which sees `visible`; columns are keys from `first_key` on.
+// The band of a tile of queries, the first of which sees `visible`; columns are keys from `first_key` on.
 Band band_of_queries(const Visible& visible, int64_t first_key) {
   return {visible.begin - first_key, visible.end - first_key};
 }
@@ -41,7 +41,7 @@ struct Statistics {
   T* delta;
 };
 
-// Of the query rows from `row` of the segment on, in the layout of lse.
+// Statistics of the query rows from `row` of the segment on, in the layout of lse.
 template <class T>
 Statistics<T> row_statistics(const ForwardParams& p, const Block& block, int64_t head, int64_t row,
                              T* planes) {

@@ -123,7 +123,7 @@ def _segments(
     max_seqlen_k: int = 0,
     **_: Any,
 ) -> list[tuple[int, int]]:
-    """(query length, key length) of each batch entry, as far as the arguments tell."""
+    """(query length, key length) of each batch entry, as far as it is known."""
     from torch._subclasses.fake_tensor import is_fake
 
     if cu_seqlens_q is None or cu_seqlens_k is None:

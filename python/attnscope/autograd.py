@@ -87,7 +87,7 @@ def apply_functional(
     options: dict[str, Any],
     deterministic: bool = False,
 ) -> Any:
-    """Call a forward op inside torch.func transforms, or traced: (out, lse).
+    """Call a forward op inside torch.func transforms: (out, lse).
 
     `tensors` are q, k, v, cu_seqlens_q, cu_seqlens_k.
     """
@@ -193,8 +193,8 @@ class _Forward(torch.autograd.Function):
 _apply = super(torch.autograd.Function, _Forward).apply
 
 
-class _FunctionalForward(torch.autograd.Function):
-    """The form that torch.func transforms take."""
+class TracedForward(torch.autograd.Function):
+    """The form that compilers take: without a rule for forward mode."""
 
     @staticmethod
     def forward(op: Any, options: dict[str, Any], deterministic: bool, *tensors: Any) -> Result:
@@ -204,6 +204,18 @@ class _FunctionalForward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Result) -> None:
         op, options, deterministic, *tensors = inputs
         _save(ctx, op, options, deterministic, tensors, output)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Gradients:  # type: ignore[override]
+        if dout is None and dlse is None:
+            return (None,) * len(ctx.needs_input_grad)
+        op, tensors, options = _backward_call(ctx, dout, dlse)
+        gradients = op(*tensors, **options)
+        return (None, None, None, *gradients, None, None)[: len(ctx.needs_input_grad)]
+
+
+class _FunctionalForward(TracedForward):
+    """The form that torch.func transforms take."""
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Gradients:  # type: ignore[override]
@@ -236,7 +248,7 @@ class _Backward(torch.autograd.Function):
 
 
 class _FunctionalBackward(torch.autograd.Function):
-    """The same, in the form that torch.func transforms take."""
+    """The same in the form that torch.func transforms take."""
 
     @staticmethod
     def forward(op: Any, options: dict[str, Any], *tensors: Any) -> Any:

@@ -17,6 +17,7 @@ from attnscope.argument_checks import (
     reads_contents,
 )
 from attnscope.autograd import (
+    TracedForward,
     apply_functional,
     apply_with_grad,
     below_autograd,
@@ -230,7 +231,7 @@ def _trace(
     }
     if deterministic and torch.is_grad_enabled():
         # The graph has the op alone, whose autograd kernel could not see the request.
-        return apply_functional(op, (*tensors, None, None)[:5], options, deterministic)
+        return TracedForward.apply(op, options, deterministic, *tensors)
     return op(*tensors, **options)
 
 
