@@ -5,11 +5,12 @@ Problem   the gradients of forward_kernel.py: same masks, packing and head dims.
 Work      dq_kernel: one program per BLOCK_M query rows of a head, a loop over their keys.
           dkdv_kernel: one program per BLOCK_N keys of a key head, a loop over the query rows that
           see them, for each query head of the group. Both compute S and dP: 7 products, not 5.
-Loop      masked blocks where a mask begins, whole blocks, masked blocks where a mask or the
-          sequence ends. fp32 sums; P and dS in the inputs' dtype for the tensor cores.
-NaN       a masked block reads rows that no row of the tile sees as 0, and masked pairs are selected
-          to 0. Only a row that some row of its block sees can spread NaN in that block.
-Layout    pointers, strides and names as in forward_kernel.py. stats is fp32 [2, *lse.shape].
+Loop      one loop over all blocks; a branch masks those where a mask or the sequence ends. The
+          pipeline never drains, and fewer registers spill than with a loop per kind of block.
+          fp32 sums; P and dS in the inputs' dtype for the tensor cores.
+NaN       rows that no pair of the tile uses are read as 0, and masked pairs are selected to 0. A
+          row that a pair of the tile uses can spread NaN to the whole tile.
+Layout    pointers, strides and names as in forward_kernel.py.
 Tests     tests/ops/test_triton_backward.py. Algorithm: Dao 2023 (arXiv:2307.08691).
 """
 
@@ -116,14 +117,19 @@ def _probabilities(b_s, b_lse, inner_scale, cap, outer_scale, SCORES: tl.constex
 
 @triton.jit
 def _load(p, stride, o_row, begin, end, o_d, HAS_BEGIN: tl.constexpr, D: tl.constexpr):
-    """Rows [rows, D padded] of a tensor; 0 in the padding and outside [begin, end)."""
+    """Rows [rows, D padded] of a tensor; 0 in the padding and outside [begin, end).
+
+    `stride` is in units of 8 elements. Widening products of 32-bit numbers need no registers that
+    live through the loop, which offsets of a tile would.
+    """
     in_range = o_row < end
     if HAS_BEGIN:
         in_range = in_range & (o_row >= begin)
     mask = in_range[:, None]
     if D < o_d.shape[0]:
         mask = mask & (o_d[None, :] < D)
-    return tl.load(p + o_row[:, None].to(tl.int64) * stride * 8 + o_d[None, :], mask=mask, other=0.0)
+    p += o_row[:, None].to(tl.int64) * stride * 8 + o_d[None, :]
+    return tl.load(p, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -168,10 +174,11 @@ def _add_queries(
     D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Add dS^T Q and P^T dO of the query blocks in [begin, end) to dk (without `scale`) and dv.
+    """Add dS^T Q and P^T dO of `steps` query blocks of each head to dk (without `scale`) and dv.
 
-    o_key: the row on each key's diagonal. [row_begin, row_end): the rows that see some key. The
-    products are transposed, [BLOCK_N, BLOCK_M]: P^T and dS^T are operands straight from registers.
+    q, dout and stats begin at the group's first head. o_key: the row on each key's diagonal.
+    [row_begin, row_end): the rows that see some key. Blocks outside [whole_begin, whole_end) are
+    masked. S^T and dP^T are [BLOCK_N, BLOCK_M]: P^T and dS^T are operands straight from registers.
     """
     o_m, o_d, o_dv = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     # One step ahead, in registers: copies to shared memory would take an address for each element.
@@ -246,13 +253,10 @@ def dq_kernel(
     p_v = v + batch * v_batch * 8 + first_k * v_row * 8 + head_kv * v_head * 8
     o_d, o_dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     o_q = row_begin + tl.arange(0, BLOCK_M)
-    in_tensor = o_q < len_q
     p_q = q + batch * q_batch * 8 + first_q * q_row * 8 + head * q_head * 8
-    p_q += o_q[:, None].to(tl.int64) * q_row * 8 + o_d[None, :]
-    b_q = tl.load(p_q, mask=in_tensor[:, None] & (o_d[None, :] < D), other=0.0)
+    b_q = _load(p_q, q_row, o_q, 0, len_q, o_d, False, D)
     p_do = dout + batch * do_batch * 8 + first_q * do_row * 8 + head * do_head * 8
-    p_do += o_q[:, None].to(tl.int64) * do_row * 8 + o_dv[None, :]
-    b_do = tl.load(p_do, mask=in_tensor[:, None] & (o_dv[None, :] < DV), other=0.0)
+    b_do = _load(p_do, do_row, o_q, 0, len_q, o_dv, False, DV)
     p_lse = stats + _stats_row(i_b, i_h, first_q, heads_q, stats_rows, PACKED) + o_q
     b_lse, b_delta = tl.load(p_lse), tl.load(p_lse + stats_size)
 
@@ -283,7 +287,7 @@ def dq_kernel(
     else:
         row = batch * seqlen_q + o_q
     p_dq = dq + (row[:, None] * heads_q + head) * D + o_d[None, :]
-    mask = in_tensor[:, None] & (o_d[None, :] < D)
+    mask = (o_q < len_q)[:, None] & (o_d[None, :] < D)
     tl.store(p_dq, (b_dq * scale).to(dq.dtype.element_ty), mask=mask)
 
 
@@ -317,13 +321,10 @@ def dkdv_kernel(
     batch, head_kv = i_b.to(tl.int64), i_h.to(tl.int64)
     o_d, o_dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     o_k = key_begin + tl.arange(0, BLOCK_N)
-    in_tensor = o_k < len_k
-    mask = in_tensor[:, None] & (o_d[None, :] < D)
-    mask_v = in_tensor[:, None] & (o_dv[None, :] < DV)
     p_k = k + batch * k_batch * 8 + first_k * k_row * 8 + head_kv * k_head * 8
-    b_k = tl.load(p_k + o_k[:, None].to(tl.int64) * k_row * 8 + o_d[None, :], mask=mask, other=0.0)
+    b_k = _load(p_k, k_row, o_k, 0, len_k, o_d, False, D)
     p_v = v + batch * v_batch * 8 + first_k * v_row * 8 + head_kv * v_head * 8
-    b_v = tl.load(p_v + o_k[:, None].to(tl.int64) * v_row * 8 + o_dv[None, :], mask=mask_v, other=0.0)
+    b_v = _load(p_v, v_row, o_k, 0, len_k, o_dv, False, DV)
 
     # Rows that see some key: [row_begin, row_end); every key: [all_begin, all_end).
     shift = len_k - len_q
@@ -360,7 +361,10 @@ def dkdv_kernel(
         row = first_k + o_k
     else:
         row = batch * seqlen_k + o_k
+    in_tensor = o_k < len_k
+    mask = in_tensor[:, None] & (o_d[None, :] < D)
     p_dk = dk + (row[:, None] * heads_kv + head_kv) * D + o_d[None, :]
     tl.store(p_dk, (b_dk * scale).to(dk.dtype.element_ty), mask=mask)
     p_dv = dv + (row[:, None] * heads_kv + head_kv) * DV + o_dv[None, :]
-    tl.store(p_dv, b_dv.to(dv.dtype.element_ty), mask=mask_v)
+    mask = in_tensor[:, None] & (o_dv[None, :] < DV)
+    tl.store(p_dv, b_dv.to(dv.dtype.element_ty), mask=mask)
