@@ -160,8 +160,8 @@ Tensor contiguous(const Tensor& t) {
 
 void check_like(const Tensor& t, const char* name, const std::vector<int64_t>& sizes,
                 ScalarType dtype, const Tensor& q) {
-  STD_TORCH_CHECK(t.scalar_type() == dtype, name, " must have dtype ",
-                  dtype == ScalarType::Float ? "float32" : "of q");
+  STD_TORCH_CHECK(t.scalar_type() == dtype, name,
+                  dtype == ScalarType::Float ? " must have dtype float32" : " must have q's dtype");
   STD_TORCH_CHECK(t.device() == q.device(), name, " must be on q's device");
   bool same = t.dim() == static_cast<int64_t>(sizes.size());
   for (size_t i = 0; same && i < sizes.size(); ++i) same = t.size(i) == sizes[i];

@@ -230,8 +230,10 @@ def _trace(
         "softcap": softcap,
     }
     if deterministic and torch.is_grad_enabled():
-        # The graph has the op alone, whose autograd kernel could not see the request.
-        return TracedForward.apply(op, options, deterministic, *tensors)
+        # The graph has the op alone, whose autograd kernel could not see the request. The views are
+        # of tensors that are passed twice, which dynamo refuses.
+        views = [t.view_as(t) for t in tensors]
+        return TracedForward.apply(op, options, True, *views)
     return op(*tensors, **options)
 
 
