@@ -162,7 +162,7 @@ class TestOnFakeCuda:
 
     @pytest.fixture(autouse=True)
     def some_hopper(self, monkeypatch):
-        monkeypatch.setattr(op, "_is_large", lambda device: True)
+        monkeypatch.setattr(op.plan, "is_large", lambda device: True)
 
     def test_shapes_and_flops(self):
         with FakeTensorMode(), FlopCounterMode(display=False) as counter:

@@ -7,32 +7,20 @@ import, CPU tensors as well (float32 too), slowly.
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from attnscope import ops, ranges
 from attnscope.argument_checks import TRITON_DTYPES, check_forward
 from attnscope.schemas import TRITON_FORWARD
+from attnscope.triton import backward, plan
 from attnscope.triton.forward_kernel import forward_kernel
 from attnscope.triton.interpreter import INTERPRETED
 from attnscope.triton.launcher import KernelCache
-
-_LOG2E = math.log2(math.e)
-
-
-class Tile(NamedTuple):
-    """One program's work and resources: query rows, keys per step, warps, loads in flight."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-
+from attnscope.triton.plan import Launch, Tile
 
 # By the larger head dim, padded. No autotuning: the same call must run the same code every time.
 TILES = {
@@ -48,22 +36,8 @@ SMALL_TILES = TILES | {128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)}
 
 def tile(head_dim: int, head_dim_v: int, large: bool) -> tuple[Tile, int, int]:
     """The tile for a pair of head dims on a card, and what the two dims are padded to."""
-    padded, padded_v = (next(w for w in TILES if d <= w) for d in (head_dim, head_dim_v))
+    padded, padded_v = plan.padded_dims(head_dim, head_dim_v)
     return (TILES if large else SMALL_TILES)[max(padded, padded_v)], padded, padded_v
-
-
-@cache
-def _is_large(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
-
-
-class Launch(NamedTuple):
-    """The kernel's arguments besides tensors; depends on shapes, strides and options."""
-
-    programs: int
-    numbers: tuple[Any, ...]  # strides, lengths, window and score scales
-    constants: dict[str, Any]  # the kernel's constexprs
-    options: dict[str, int]  # num_warps and num_stages
 
 
 def plan_launch(
@@ -81,36 +55,22 @@ def plan_launch(
     window_right: int = -1,
     softcap: float = 0.0,
 ) -> Launch:
-    """The launch for tensors that `_readable` returned. Raises ValueError for too many programs."""
+    """The launch for tensors that `readable` returned. Raises ValueError for too many programs."""
     (*_, rows_q, heads_q, head_dim), (*_, rows_k, heads_kv, head_dim_v) = q.shape, v.shape
-    packed = cu_seqlens_q is not None
-    batch, seqlen_q, seqlen_k = q.shape[0], rows_q, rows_k
-    if cu_seqlens_q is not None:
-        batch = cu_seqlens_q.shape[0] - 1
-        seqlen_q = torch.sym_min(max_seqlen_q, rows_q)
-        seqlen_k = torch.sym_min(max_seqlen_k, rows_k)
-    config, padded, padded_v = tile(head_dim, head_dim_v, _is_large(q.device))
+    batch, seqlen_q, seqlen_k = plan.lengths(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+    config, padded, padded_v = tile(head_dim, head_dim_v, plan.is_large(q.device))
     blocks_m = -(-seqlen_q // config.block_m)
-    programs = batch * heads_q * blocks_m
-    if guard_or_false(programs >= 2**31):
-        raise ValueError(
-            f"q must have < 2^31 tiles of {config.block_m} rows of a head, got {programs}. Split "
-            "the batch over several calls"
-        )
-    # A bound that reaches every key becomes unbounded; sums in the kernel then stay in 32 bits.
-    left, right = (
-        -1 if guard_or_false(bound >= seqlen_q + seqlen_k) else bound
-        for bound in (window_left, 0 if causal else window_right)
-    )
+    programs = plan.check_programs(batch * heads_q * blocks_m, "q", config.block_m)
+    left, right = plan.mask_bounds(seqlen_q, seqlen_k, causal, window_left, window_right)
     scores, inner_scale, cap, outer_scale = _score_scales(scale, softcap)
     integers = (
-        *_strides(q), *_strides(k), *_strides(v),
+        *plan.unit_strides(q), *plan.unit_strides(k), *plan.unit_strides(v),
         rows_q, rows_k, seqlen_q, seqlen_k, heads_q, heads_q // heads_kv, blocks_m, left, right,
     )  # fmt: skip
     constants = dict(
-        PACKED=packed, HAS_LEFT=bool(left != -1), HAS_RIGHT=bool(right != -1), SCORES=scores,
-        D=int(head_dim), DV=int(head_dim_v), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        BLOCK_D=padded, BLOCK_DV=padded_v,
+        PACKED=cu_seqlens_q is not None, HAS_LEFT=bool(left != -1), HAS_RIGHT=bool(right != -1),
+        SCORES=scores, D=int(head_dim), DV=int(head_dim_v), BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n, BLOCK_D=padded, BLOCK_DV=padded_v,
     )  # fmt: skip
     resources = dict(num_warps=config.num_warps, num_stages=config.num_stages)
     return Launch(programs, (*integers, inner_scale, cap, outer_scale), constants, resources)
@@ -149,7 +109,7 @@ def forward(
     dtype = q.dtype
     if INTERPRETED and dtype == torch.bfloat16:  # the interpreter multiplies its bit patterns
         q, k, v, out = q.float(), k.float(), v.float(), out.float()
-    q, k, v = _readable(q), _readable(k), _readable(v)
+    q, k, v = plan.readable(q), plan.readable(k), plan.readable(v)
     launch = plan_launch(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
     if guard_or_false(launch.programs == 0):
         return out.to(dtype), lse
@@ -207,25 +167,25 @@ def _launch(
     for cu_seqlens in (cu_seqlens_q, cu_seqlens_k):
         if cu_seqlens is not None:
             key += (cu_seqlens.shape, cu_seqlens.stride(), cu_seqlens.dtype, cu_seqlens.device)
-    plan = _PLANS.get(key)
-    if plan is None:
+    planned = _PLANS.get(key)
+    if planned is None:
         _check(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
-        given, (q, k, v) = (q, k, v), (_readable(q), _readable(k), _readable(v))
+        given, (q, k, v) = (q, k, v), (plan.readable(q), plan.readable(k), plan.readable(v))
         launch = plan_launch(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
         copied = any(a is not b for a, b in zip((q, k, v), given, strict=True))
-        plan = _Plan(copied, max(map(int, launch.numbers[:-3])) >= 2**31, launch)
+        planned = _Plan(copied, launch.wide, launch)
         if len(_PLANS) >= _MAX_PLANS:
             _PLANS.clear()
-        _PLANS[key] = plan
-    elif plan.copied:
-        q, k, v = _readable(q), _readable(k), _readable(v)
+        _PLANS[key] = planned
+    elif planned.copied:
+        q, k, v = plan.readable(q), plan.readable(k), plan.readable(v)
     out, lse = _outputs(q, v, cu_seqlens_q)
-    if plan.launch.programs > 0:
+    if planned.launch.programs > 0:
         tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
-        if plan.wide:
-            _KERNELS.launch_uncached(plan.launch, tensors)
+        if planned.wide:
+            _KERNELS.launch_uncached(planned.launch, tensors)
         else:
-            _KERNELS.launch(device, plan.launch, tensors)
+            _KERNELS.launch(device, planned.launch, tensors)
     return out, lse
 
 
@@ -246,43 +206,17 @@ def _check(
     options: dict[str, Any],
 ) -> None:
     check_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, dtypes=TRITON_DTYPES, **options)
-    if q.device.type == "cpu" and not INTERPRETED:
-        raise ValueError(
-            "q must be on CUDA for attnscope_triton::forward, got cpu. Set TRITON_INTERPRET=1 in "
-            "the environment before the first import to interpret the kernel on the CPU"
-        )
-
-
-def _readable(t: Tensor) -> Tensor:
-    """The tensor, or a copy where its last dimension is strided or its rows are not aligned."""
-    *strides, last = t.stride()
-    aligned = all(
-        stride % 8 == 0 or size < 2 for stride, size in zip(strides, t.shape, strict=False)
-    )
-    if aligned and (last == 1 or t.shape[-1] < 2):
-        return t
-    if is_fake(t):
-        return t.contiguous()
-    with ranges.nvtx_range(ranges.COPY):
-        return t.contiguous()
-
-
-def _strides(t: Tensor) -> tuple[int, int, int]:
-    """(batch, row, head) in units of 8 elements; those of dimensions of size 1 do not matter."""
-    *batch, row, head, _ = t.stride()
-    return (batch[0] // 8 if batch else 0), row // 8, head // 8
+    plan.check_device(q, "forward")
 
 
 def _score_scales(scale: float, softcap: float) -> tuple[str, float, float, float]:
     """(SCORES, inner_scale, cap, outer_scale) of the kernel, with base-2 exponents folded in."""
-    if softcap >= 256:  # as kWideCap in csrc/attn/score_scales.h
-        return "capped wide", scale, softcap, _LOG2E
     if softcap > 0:
-        return "capped", 2 * _LOG2E * scale / softcap, softcap * _LOG2E, 1.0
+        return plan.cap_scales(scale, softcap)
     if scale > 0:
-        return "raw", 1.0, 0.0, scale * _LOG2E
+        return "raw", 1.0, 0.0, scale * plan.LOG2E
     sign = -1.0 if scale < 0 else 0.0 * scale  # the row max differs from the max of q k
-    return "scaled", sign, 0.0, -scale * _LOG2E if scale < 0 else 1.0
+    return "scaled", sign, 0.0, -scale * plan.LOG2E if scale < 0 else 1.0
 
 
 def _fake(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -292,6 +226,8 @@ def _fake(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor]:
 OP = torch.ops.attnscope_triton.forward.default
 _LIBRARY = torch.library.Library("attnscope_triton", "IMPL")
 forward.register_fake(_fake)
-ops.register(OP, _LIBRARY, "AutogradCUDA", "AutogradCPU", "AutogradMeta")
+_AUTOGRAD_KEYS = ("AutogradCUDA", "AutogradCPU", "AutogradMeta")
+ops.register(OP, _LIBRARY, *_AUTOGRAD_KEYS)
+ops.register_backward(backward.OP, OP, _LIBRARY, *_AUTOGRAD_KEYS)
 if not INTERPRETED:
     _LIBRARY.impl(OP, _forward_cuda, "CUDA")

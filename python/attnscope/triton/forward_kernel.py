@@ -23,7 +23,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _sequence(cu_seqlens, i_b, max_seqlen, total, PACKED: tl.constexpr):
+def sequence(cu_seqlens, i_b, max_seqlen, total, PACKED: tl.constexpr):
     """(first row, length) of sequence i_b; the contents of cu_seqlens are clamped."""
     first = i_b.to(tl.int64) * 0
     length = max_seqlen
@@ -36,7 +36,7 @@ def _sequence(cu_seqlens, i_b, max_seqlen, total, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _cap_wide(b_s, cap):
+def cap_wide(b_s, cap):
     """cap * tanh(s / cap) of a cap so wide that cap - 2 cap / (e^2x + 1) would cancel."""
     b_x = b_s / cap
     b_z = b_x * b_x
@@ -104,7 +104,7 @@ def _attend(
         if SCORES == "capped":  # tanh(x) = 1 - 2 / (e^2x + 1), right at both infinities
             b_s = cap - 2 * cap / (tl.exp2(b_s) + 1)
         if SCORES == "capped wide":
-            b_s = _cap_wide(b_s, cap)
+            b_s = cap_wide(b_s, cap)
         if MASKED:
             visible = in_range[None, :]
             if HAS_LEFT:
@@ -185,8 +185,8 @@ def forward_kernel(
     if HAS_RIGHT:
         i_m = blocks_m - 1 - i_m  # longest first: short tiles balance the tail
     i_b, i_h = i_bh // heads_q, i_bh % heads_q
-    first_q, len_q = _sequence(cu_seqlens_q, i_b, seqlen_q, total_q, PACKED)
-    first_k, len_k = _sequence(cu_seqlens_k, i_b, seqlen_k, total_k, PACKED)
+    first_q, len_q = sequence(cu_seqlens_q, i_b, seqlen_q, total_q, PACKED)
+    first_k, len_k = sequence(cu_seqlens_k, i_b, seqlen_k, total_k, PACKED)
     row_begin = i_m * BLOCK_M
     if row_begin >= len_q:
         return
