@@ -94,7 +94,7 @@ def backward_rounding(
 ) -> Gradients:
     """Rounding that fused kernels have and the naive gradients may lack, element by element.
 
-    Of three kinds, with the notation dS = P (dP - delta), dP = dout v, delta = dout out - dlse:
+    There are three kinds; dS = P (dP - delta), dP = dout v, delta = dout out - dlse:
 
     - delta is computed from an out that was rounded to q's dtype: one ulp of each element of out,
       summed as independent errors over the elements, and over the rows of a key.
