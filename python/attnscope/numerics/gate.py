@@ -37,8 +37,8 @@ class Verdict:
 
     `margin` decides: the worst row's error as a share of its allowed error, at most 1 to pass.
     `err_ratio` (largest error over the baseline's largest error) is informative only; None if the
-    baseline is exact. The lse fields are None if there is no lse. `gradients` has the errors of dq, dk
-    and dv; the errors of the verdict itself belong to the gradient with the largest margin.
+    baseline is exact. The lse fields are None if there is no lse. `gradients` has the errors of dq,
+    dk and dv; the errors of the verdict itself belong to the gradient with the largest margin.
     """
 
     passed: bool
