@@ -33,32 +33,24 @@ void set_window(ForwardParams& p, bool causal, int64_t left, int64_t right) {
   if (causal) p.window_right = 0;
 }
 
-ForwardCall prepare_forward(const AttentionTensors& t, const ForwardOptions& o) {
+AttentionSizes check_call(const AttentionTensors& t, const ForwardOptions& o) {
   const AttentionSizes s = check_attention(t, o.max_seqlen_q, o.max_seqlen_k);
   check_window(o.window_left, o.window_right);
   check_scores(o);
-  const DType dtype = to_dtype(t.q.scalar_type());
+  to_dtype(t.q.scalar_type());
+  return s;
+}
 
+ForwardCall describe_call(const AttentionTensors& t, const ForwardOptions& o,
+                          const AttentionSizes& s) {
   ForwardCall call{{}, readable(t.q), readable(t.k), readable(t.v), t.q, t.q};
-  const int32_t code = dtype_code(t.q), lse_code = float32_code();
-  if (s.packed) {
-    call.out = empty_like_device(t.q, {s.rows_q, s.heads_q, s.head_dim_v}, code);
-    call.lse = empty_like_device(t.q, {s.heads_q, s.rows_q}, lse_code);
-  } else {
-    call.out = empty_like_device(t.q, {s.batch, s.rows_q, s.heads_q, s.head_dim_v}, code);
-    call.lse = empty_like_device(t.q, {s.batch, s.heads_q, s.rows_q}, lse_code);
-  }
-
   ForwardParams& p = call.params;
   p.q = call.q.const_data_ptr();
   p.k = call.k.const_data_ptr();
   p.v = call.v.const_data_ptr();
-  p.out = call.out.mutable_data_ptr();
-  p.lse = static_cast<float*>(call.lse.mutable_data_ptr());
   p.q_stride = strides_of(call.q);
   p.k_stride = strides_of(call.k);
   p.v_stride = strides_of(call.v);
-  p.out_stride = strides_of(call.out);
   p.lse_batch_stride = s.packed ? 0 : s.heads_q * s.rows_q;
   p.lse_head_stride = s.rows_q;
   if (s.packed) {
@@ -74,10 +66,27 @@ ForwardCall prepare_forward(const AttentionTensors& t, const ForwardOptions& o) 
   p.heads_kv = static_cast<int>(s.heads_kv);
   p.head_dim = static_cast<int>(s.head_dim);
   p.head_dim_v = static_cast<int>(s.head_dim_v);
-  p.dtype = dtype;
+  p.dtype = to_dtype(t.q.scalar_type());
   p.scale = o.scale;
   p.softcap = o.softcap;
   set_window(p, o.causal, o.window_left, o.window_right);
+  return call;
+}
+
+ForwardCall prepare_forward(const AttentionTensors& t, const ForwardOptions& o) {
+  const AttentionSizes s = check_call(t, o);
+  ForwardCall call = describe_call(t, o, s);
+  const int32_t code = dtype_code(t.q), lse_code = float32_code();
+  if (s.packed) {
+    call.out = empty_like_device(t.q, {s.rows_q, s.heads_q, s.head_dim_v}, code);
+    call.lse = empty_like_device(t.q, {s.heads_q, s.rows_q}, lse_code);
+  } else {
+    call.out = empty_like_device(t.q, {s.batch, s.rows_q, s.heads_q, s.head_dim_v}, code);
+    call.lse = empty_like_device(t.q, {s.batch, s.heads_q, s.rows_q}, lse_code);
+  }
+  call.params.out = call.out.mutable_data_ptr();
+  call.params.lse = static_cast<float*>(call.lse.mutable_data_ptr());
+  call.params.out_stride = strides_of(call.out);
   return call;
 }
 

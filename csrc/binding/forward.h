@@ -27,6 +27,14 @@ struct ForwardCall {
   Tensor out, lse;  // freshly allocated
 };
 
+// Throws unless the arguments are a call that some device can run. Allocates nothing.
+AttentionSizes check_call(const AttentionTensors& tensors, const ForwardOptions& options);
+
+// Describes a checked call, without `out` and `lse` and their pointers. Copies q, k and v where
+// kernels could not read them.
+ForwardCall describe_call(const AttentionTensors& tensors, const ForwardOptions& options,
+                          const AttentionSizes& sizes);
+
 // Checks everything that does not depend on the device, then allocates the outputs.
 ForwardCall prepare_forward(const AttentionTensors& tensors, const ForwardOptions& options);
 

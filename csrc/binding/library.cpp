@@ -13,6 +13,15 @@ STABLE_TORCH_LIBRARY(attnscope, m) {
       "*, float scale, SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, bool causal=False, "
       "SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, int variant=0) "
       "-> (Tensor out, Tensor lse)");
+  // Gradients of one forward call, contiguous, in the shapes and dtype of q, k and v. dout is like
+  // out, dlse like lse (none: zero). P = exp(s - lse) for the lse that is given, so a call may have
+  // a part of the keys of a softmax. `deterministic`: the same bits in every call.
+  m.def(
+      "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+      "Tensor? dlse=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, *, float scale, "
+      "SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, bool causal=False, SymInt window_left=-1, "
+      "SymInt window_right=-1, float softcap=0.0, int variant=0, bool deterministic=False) "
+      "-> (Tensor dq, Tensor dk, Tensor dv)");
   // The tile table of every CUDA kernel in this build, as JSON.
   m.def("kernels() -> str");
   // Which kernel and which row of its table serve a call of these sizes on a device, as JSON. The

@@ -14,8 +14,9 @@
 namespace attnscope::binding {
 
 // The Python side (attnscope.ranges) names the same strings; a test compares the two.
-enum class Range : int { kForward, kCopy };
-constexpr const char* kRangeNames[] = {"attnscope::forward", "attnscope::copy"};
+enum class Range : int { kForward, kBackward, kCopy };
+constexpr const char* kRangeNames[] = {"attnscope::forward", "attnscope::backward",
+                                       "attnscope::copy"};
 inline constexpr const char* kNvtxDomain = "attnscope";
 
 #if ATTNSCOPE_NVTX
@@ -23,7 +24,8 @@ struct NvtxDomain {
   static constexpr const char* name = kNvtxDomain;
 };
 
-// A push/pop range around an op call; the payload is a size, which distinguishes calls.
+// A push/pop range around an op call; the payload is a size, which distinguishes calls. It begins
+// and ends on the thread of the call: for a backward, on autograd's.
 class NvtxRange {
  public:
   explicit NvtxRange(Range range, int64_t payload = 0)
@@ -34,6 +36,7 @@ class NvtxRange {
     static const nvtx3::registered_string_in<NvtxDomain> strings[] = {
         nvtx3::registered_string_in<NvtxDomain>{kRangeNames[0]},
         nvtx3::registered_string_in<NvtxDomain>{kRangeNames[1]},
+        nvtx3::registered_string_in<NvtxDomain>{kRangeNames[2]},
     };
     return strings[static_cast<int>(range)];
   }

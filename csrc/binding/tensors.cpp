@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <sstream>
 
 #include "binding/nvtx.h"
 
@@ -141,6 +142,46 @@ Tensor readable(const Tensor& t) {
   return t.is_contiguous() ? torch::stable::clone(t) : torch::stable::contiguous(t);
 }
 
+Tensor readable_apart(const Tensor& t) {
+  const auto sizes = t.sizes();
+  const auto strides = t.strides();
+  bool apart = true;
+  for (size_t i = 0; i < sizes.size(); ++i) apart &= sizes[i] <= 1 || strides[i] != 0;
+  if (apart) return readable(t);
+  NvtxRange range(Range::kCopy);
+  return torch::stable::contiguous(t);
+}
+
+Tensor contiguous(const Tensor& t) {
+  if (t.is_contiguous()) return t;
+  NvtxRange range(Range::kCopy);
+  return torch::stable::contiguous(t);
+}
+
+void check_like(const Tensor& t, const char* name, const std::vector<int64_t>& sizes,
+                ScalarType dtype, const Tensor& q) {
+  STD_TORCH_CHECK(t.scalar_type() == dtype, name,
+                  dtype == ScalarType::Float ? " must have dtype float32" : " must have q's dtype");
+  STD_TORCH_CHECK(t.device() == q.device(), name, " must be on q's device");
+  bool same = t.dim() == static_cast<int64_t>(sizes.size());
+  for (size_t i = 0; same && i < sizes.size(); ++i) same = t.size(i) == sizes[i];
+  if (same) return;
+  std::ostringstream message;
+  const auto print = [&](const auto& shape) {
+    const char* separator = "[";
+    for (const int64_t size : shape) {
+      message << separator << size;
+      separator = ", ";
+    }
+    message << (shape.size() == 0 ? "[]" : "]");
+  };
+  message << name << " must have shape ";
+  print(sizes);
+  message << ", got ";
+  print(t.sizes());
+  STD_TORCH_CHECK(false, message.str());
+}
+
 Strides strides_of(const Tensor& t) {
   const auto strides = t.strides();
   if (strides.size() == 3) return {0, strides[0], strides[1]};
@@ -171,5 +212,7 @@ int32_t dtype_code(const Tensor& t) {
 }
 
 int32_t float32_code() { return aoti_torch_dtype_float32(); }
+
+int32_t byte_code() { return aoti_torch_dtype_uint8(); }
 
 }  // namespace attnscope::binding

@@ -10,6 +10,7 @@
 #include <initializer_list>
 #include <limits>
 #include <optional>
+#include <vector>
 
 #include "attn/params.h"
 
@@ -60,6 +61,16 @@ DType to_dtype(ScalarType type);
 // The tensor, or a copy that kernels can read as rows of 16-byte vectors.
 Tensor readable(const Tensor& t);
 
+// The same, with rows apart from each other: a copy of a tensor that is expanded.
+Tensor readable_apart(const Tensor& t);
+
+// Throws unless `t` has these sizes, this dtype and q's device. `name` is the argument's.
+void check_like(const Tensor& t, const char* name, const std::vector<int64_t>& sizes,
+                ScalarType dtype, const Tensor& q);
+
+// The tensor, or a contiguous copy.
+Tensor contiguous(const Tensor& t);
+
 // Element strides of [batch, row, head].
 Strides strides_of(const Tensor& t);
 
@@ -68,5 +79,6 @@ Tensor empty_like_device(const Tensor& like, std::initializer_list<int64_t> size
 
 int32_t dtype_code(const Tensor& t);
 int32_t float32_code();
+int32_t byte_code();
 
 }  // namespace attnscope::binding

@@ -1,7 +1,8 @@
-// The query block kernel for AVX-512. Standard headers are included above the pragma, so that their
+// The block kernels for AVX-512. Standard headers are included above the pragma, so that their
 // inline functions are compiled for the baseline and run on any machine.
 #if defined(__x86_64__)
 
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -11,6 +12,6 @@
 #define ATTNSCOPE_ISA avx512
 #define ATTNSCOPE_VECTOR_BYTES 64
 #define ATTNSCOPE_TILE_VECTORS 4
-#include "cpu/block_kernel.h"
+#include "cpu/block_kernels.h"
 
 #endif

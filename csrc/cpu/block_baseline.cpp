@@ -1,5 +1,5 @@
-// The query block kernel for any machine.
+// The block kernels for any machine.
 #define ATTNSCOPE_ISA baseline
 #define ATTNSCOPE_VECTOR_BYTES 16
 #define ATTNSCOPE_TILE_VECTORS 2
-#include "cpu/block_kernel.h"
+#include "cpu/block_kernels.h"

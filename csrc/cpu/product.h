@@ -1,5 +1,5 @@
 // Tiles of K and V, and the product of a tile with the queries or probabilities of a block.
-// Included by block_kernel.h alone, below the target pragma of block_<isa>.cpp.
+// Included by the kernels' headers alone, below the target pragma of block_<isa>.cpp.
 #pragma once
 
 #include <cstdint>

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -85,6 +86,46 @@ def check_forward(
     variants = VARIANTS[q.device.type]
     if variant not in variants:
         raise ValueError(f"variant must be one of {_join(variants)}, got {variant!r}")
+
+
+def check_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    deterministic: bool = False,
+    **options: Any,
+) -> None:
+    """Raise if attnscope::backward cannot take these arguments; as `check_forward`."""
+    check_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+    *rows, heads, _ = q.shape
+    out_shape = [*rows, heads, v.shape[-1]]
+    lse_shape = [*rows[:-1], heads, rows[-1]]
+    for name, t, shape, dtype in (
+        ("out", out, out_shape, q.dtype),
+        ("dout", dout, out_shape, q.dtype),
+        ("lse", lse, lse_shape, torch.float32),
+        ("dlse", dlse, lse_shape, torch.float32),
+    ):
+        if t is None:
+            continue
+        if t.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {t.device}")
+        if t.dtype != dtype:
+            raise TypeError(f"{name} must have dtype {dtype}, got {t.dtype}")
+        if t.ndim != len(shape):
+            raise ValueError(f"{name} must have {len(shape)} dimensions, got shape {_shape(t)}")
+        for size, expected in zip(t.shape, shape, strict=True):
+            _require(
+                size == expected,
+                partial("{} must have shape {}, got {}".format, name, shape, _shape(t)),
+            )
 
 
 def check_contents(

@@ -16,7 +16,13 @@ from attnscope.argument_checks import (
     check_forward,
     reads_contents,
 )
-from attnscope.autograd import apply_functional, apply_with_grad, below_autograd
+from attnscope.autograd import (
+    TracedForward,
+    apply_functional,
+    apply_with_grad,
+    below_autograd,
+    call_deterministic,
+)
 
 _CUDA_STATUS = _load.library_status()["_C_cuda"]
 _FORWARD = torch.ops.attnscope.forward.default
@@ -60,8 +66,8 @@ def attention(
         scale: factor of the scores; 1 / sqrt(D) by default.
         softcap: scores s become softcap * tanh(s / softcap), before the mask. 0 is none.
         return_lse: return (out, lse).
-        deterministic: accepted for the backward's sake. The same inputs on the same device give
-            the same bits in any case.
+        deterministic: the backward of this call gives the same bits every time, which may take
+            longer; so does torch.use_deterministic_algorithms. The forward always does.
         impl: None (the best kernel for the tensors' device), "cuda" (the best CUDA kernel),
             "cuda-sm80" (the portable CUDA kernel), "cuda-sm90" (the Hopper kernel), "triton",
             "cpu".
@@ -81,12 +87,13 @@ def attention(
         ValueError, TypeError: an argument is not allowed. The message names the argument, the rule
             and the value. Nothing was launched.
         RuntimeError: the tensors are on CUDA and the CUDA kernels are not built or not loaded.
-        NotImplementedError: there is no backward yet, no forward-mode derivative and no vmap rule.
+        NotImplementedError: there is no second derivative, no forward-mode derivative and no vmap
+            rule.
 
     The algorithm is FlashAttention's: online softmax over tiles of keys (Dao et al. 2022,
     arXiv:2205.14135; Dao 2023, arXiv:2307.08691).
     """
-    out, lse = _attention(q, k, v, None, causal, window, scale, softcap, impl)
+    out, lse = _attention(q, k, v, None, causal, window, scale, softcap, impl, deterministic)
     return (out, lse) if return_lse else out
 
 
@@ -129,7 +136,7 @@ def attention_varlen(
     Raises: as `attention`.
     """
     packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    out, lse = _attention(q, k, v, packing, causal, window, scale, softcap, impl)
+    out, lse = _attention(q, k, v, packing, causal, window, scale, softcap, impl, deterministic)
     return (out, lse) if return_lse else out
 
 
@@ -143,13 +150,14 @@ def _attention(
     scale: float | None,
     softcap: float,
     impl: str | None,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """Call an impl's op on the cheapest path that has the same visible result.
 
     The op checks its arguments. Only when it refuses them does `_check_call` name the reason.
     """
     if torch.compiler.is_compiling():
-        return _trace(q, k, v, packing, causal, window, scale, softcap, impl)
+        return _trace(q, k, v, packing, causal, window, scale, softcap, impl, deterministic)
     try:
         op, variant = (_FORWARD, 0) if impl is None else _select(impl, q)
         options: dict[str, Any] = {
@@ -176,7 +184,9 @@ def _attention(
             _check_call(q, k, v, packing, causal, window, scale, softcap, impl)
         if forward_ad._current_level < 0:
             if _functorch_level() is not None:
-                return apply_functional(op, (*tensors, None, None)[:5], options)
+                return apply_functional(op, (*tensors, None, None)[:5], options, deterministic)
+            if deterministic:
+                return call_deterministic(op, tensors, options)
             if type(q) is type(k) is type(v) is Tensor:
                 needs_grad = q.requires_grad or k.requires_grad or v.requires_grad
                 if not (needs_grad and torch.is_grad_enabled()):
@@ -202,6 +212,7 @@ def _trace(
     scale: float | None,
     softcap: float,
     impl: str | None,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """The call under a compiler: no branch on a value that may be symbolic."""
     op, variant = (_FORWARD, 0) if impl is None else _select(impl, q)
@@ -211,15 +222,19 @@ def _trace(
     if packing is not None:
         *cu_seqlens, options["max_seqlen_q"], options["max_seqlen_k"] = packing
         tensors = (q, k, v, *cu_seqlens)
-    return op(
-        *tensors,
-        scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
-        causal=causal,
-        window_left=left,
-        window_right=right,
-        softcap=softcap,
-        **options,
-    )
+    options |= {
+        "scale": 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        "causal": causal,
+        "window_left": left,
+        "window_right": right,
+        "softcap": softcap,
+    }
+    if deterministic and torch.is_grad_enabled():
+        # The graph has the op alone, whose autograd kernel could not see the request. The views are
+        # of tensors that are passed twice, which dynamo refuses.
+        views = [t.view_as(t) for t in tensors]
+        return TracedForward.apply(op, options, True, *views)
+    return op(*tensors, **options)
 
 
 def _select(impl: str, q: Tensor) -> tuple[Any, int]:

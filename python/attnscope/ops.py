@@ -1,6 +1,6 @@
-"""The Python side of the forward ops: fakes, autograd, autocast, vmap and FLOP formulas.
+"""The Python side of the ops: fakes, autograd, autocast, vmap and FLOP formulas.
 
-The op itself is in C++: csrc/binding/library.cpp has its schema and its tensor layouts.
+The ops themselves are in C++: csrc/binding/library.cpp has their schemas and tensor layouts.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from attnscope import _load  # noqa: F401  the ops exist from here on
-from attnscope.argument_checks import DTYPES, Dtypes, check_forward
-from attnscope.attention_flops import forward_flop_formula
-from attnscope.autograd import refuse_vmap, register_autograd_kernel
+from attnscope.argument_checks import DTYPES, Dtypes, check_backward, check_forward
+from attnscope.attention_flops import backward_flop_formula, forward_flop_formula
+from attnscope.autograd import (
+    refuse_vmap,
+    register_autograd_kernel,
+    register_backward_autograd_kernel,
+)
 
 AUTOCAST_DEVICES = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}
 
@@ -42,6 +46,21 @@ def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, q.new_empty(*rows[:-1], heads, rows[-1], dtype=torch.float32)
 
 
+def fake_backward(
+    *tensors: Tensor | None, dtypes: Dtypes = DTYPES, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a backward call without their values. Raises as check_backward."""
+    check_backward(*tensors, dtypes=dtypes, **options)  # type: ignore[arg-type]
+    _, q, k, v, *_ = tensors
+    assert q is not None and k is not None and v is not None
+    return empty_gradients(q, k, v)
+
+
+def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialized dq, dk and dv: contiguous, in the shapes and dtype of q, k and v."""
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
 def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors as autocast passes them to torch's own attention."""
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
@@ -59,6 +78,18 @@ def register(op: Any, library: torch.library.Library, *autograd_keys: str) -> No
     register_flop_formula(op.overloadpacket, get_raw=True)(forward_flop_formula)
 
 
+def register_backward(
+    op: Any, forward_op: Any, library: torch.library.Library, *autograd_keys: str
+) -> None:
+    """Give a backward op its autograd and vmap kernels and its FLOP formula; name its forward.
+
+    It has no autocast kernel: its tensors have the dtypes of the forward call.
+    """
+    register_backward_autograd_kernel(op, forward_op, library, *autograd_keys)
+    torch.library.register_vmap(op.name(), lambda *_args, **_options: refuse_vmap(op), lib=library)
+    register_flop_formula(op.overloadpacket, get_raw=True)(backward_flop_formula)
+
+
 def _key(name: str) -> Any:
     return getattr(torch._C.DispatchKey, name)
 
@@ -73,3 +104,7 @@ def _autocast(
 _LIBRARY = torch.library.Library("attnscope", "IMPL")
 torch.library.register_fake("attnscope::forward", fake_forward, lib=_LIBRARY)
 register(torch.ops.attnscope.forward.default, _LIBRARY, "Autograd")
+torch.library.register_fake("attnscope::backward", fake_backward, lib=_LIBRARY)
+register_backward(
+    torch.ops.attnscope.backward.default, torch.ops.attnscope.forward.default, _LIBRARY, "Autograd"
+)

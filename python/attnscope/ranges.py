@@ -1,8 +1,8 @@
 """NVTX names of the project: one domain, a short fixed set of ranges.
 
-The C++ side emits FORWARD and COPY (csrc/binding/nvtx.h has the same strings; a test compares
-them), the bench and the checks emit the phases. Strings are registered, so nsys can gate on
-them without NSYS_NVTX_PROFILER_REGISTER_ONLY=0.
+The C++ side emits FORWARD, BACKWARD and COPY (csrc/binding/nvtx.h has the same strings; a test
+compares them), the bench and the checks emit the phases. Strings are registered, so nsys can gate
+on them without NSYS_NVTX_PROFILER_REGISTER_ONLY=0.
 """
 
 from functools import cache
@@ -10,14 +10,16 @@ from typing import Any
 
 DOMAIN = "attnscope"
 FORWARD = "attnscope::forward"
+BACKWARD = "attnscope::backward"
 COPY = "attnscope::copy"
 TRITON_FORWARD = "attnscope_triton::forward"
+TRITON_BACKWARD = "attnscope_triton::backward"
 WARMUP = "warmup"
 MEASURE = "measure"
 CHECK = "check"
 
-OPS = (FORWARD, COPY)
-TRITON_OPS = (TRITON_FORWARD,)
+OPS = (FORWARD, BACKWARD, COPY)
+TRITON_OPS = (TRITON_FORWARD, TRITON_BACKWARD)
 PHASES = (WARMUP, MEASURE, CHECK)
 
 

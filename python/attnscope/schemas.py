@@ -16,7 +16,8 @@ class Argument(NamedTuple):
         return f"{self.type} {self.name}" + ("" if self.default is None else f"={self.default}")
 
 
-_TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, *, "
+_INPUTS = "Tensor q, Tensor k, Tensor v"
+_CU_SEQLENS = "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None"
 _SHARED_OPTIONS = (
     Argument("scale", "float"),
     Argument("max_seqlen_q", "SymInt", 0),
@@ -26,18 +27,28 @@ _SHARED_OPTIONS = (
     Argument("window_right", "SymInt", -1),
     Argument("softcap", "float", 0.0),
 )
-FORWARD_OPTIONS = (*_SHARED_OPTIONS, Argument("variant", "int", 0))
+_VARIANT = Argument("variant", "int", 0)
+_DETERMINISTIC = Argument("deterministic", "bool", False)
 
 # Which CUDA kernel `variant` forces; 0 is the best one for the device.
 VARIANTS = {"cpu": (0,), "cuda": (0, 80, 90), "meta": (0, 80, 90)}
 
 
 def _forward_schema(options: tuple[Argument, ...]) -> str:
-    return f"({_TENSORS}{', '.join(map(str, options))}) -> (Tensor out, Tensor lse)"
+    arguments = f"{_INPUTS}, {_CU_SEQLENS}, *, {', '.join(map(str, options))}"
+    return f"({arguments}) -> (Tensor out, Tensor lse)"
 
 
-FORWARD = _forward_schema(FORWARD_OPTIONS)
-TRITON_FORWARD = _forward_schema(_SHARED_OPTIONS)  # there is one Triton kernel
+def _backward_schema(options: tuple[Argument, ...]) -> str:
+    tensors = f"Tensor dout, {_INPUTS}, Tensor out, Tensor lse, Tensor? dlse=None, {_CU_SEQLENS}"
+    return f"({tensors}, *, {', '.join(map(str, options))}) -> (Tensor dq, Tensor dk, Tensor dv)"
+
+
+FORWARD = _forward_schema((*_SHARED_OPTIONS, _VARIANT))
+BACKWARD = _backward_schema((*_SHARED_OPTIONS, _VARIANT, _DETERMINISTIC))
+# There is one Triton kernel.
+TRITON_FORWARD = _forward_schema(_SHARED_OPTIONS)
+TRITON_BACKWARD = _backward_schema((*_SHARED_OPTIONS, _DETERMINISTIC))
 
 # What a compiled library must define.
 CHOOSE_FORWARD = (
@@ -45,4 +56,9 @@ CHOOSE_FORWARD = (
     "int heads_kv, bool causal, int window_left, int window_right, bool packed, float softcap, "
     "int sms, int capability) -> str"
 )
-OPS = {"forward": FORWARD, "kernels": "() -> str", "choose_forward": CHOOSE_FORWARD}
+OPS = {
+    "forward": FORWARD,
+    "backward": BACKWARD,
+    "kernels": "() -> str",
+    "choose_forward": CHOOSE_FORWARD,
+}

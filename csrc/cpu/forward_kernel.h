@@ -1,4 +1,4 @@
-// Online-softmax attention of one query block, for every dtype. Included by block_<isa>.cpp alone.
+// Online-softmax attention of one query block, for every dtype. Included by block_kernels.h alone.
 //
 // Vector lanes are queries. So scores [key][query] = K Q^T and out [dim][query] = V^T P share one
 // product: the left matrix is read element by element in its given layout, the right one by
@@ -25,7 +25,7 @@ struct Visible {
   static constexpr int64_t kUnbounded = int64_t{1} << 40;  // beyond any row, and far from overflow
 };
 
-Visible visible_keys(const ForwardParams& p, const QueryBlock& block) {
+Visible visible_keys(const ForwardParams& p, const Block& block) {
   const int64_t diagonal = block.row + block.seqlen_k - block.seqlen_q;  // bottom-right aligned
   return {p.window_left < 0 ? -Visible::kUnbounded : diagonal - p.window_left,
           p.window_right < 0 ? Visible::kUnbounded : diagonal + p.window_right + 1};
@@ -98,6 +98,17 @@ void cap(T* scores, int64_t count, T scale, T size) {
   }
 }
 
+// scores [row][column] = rows of `tile` times `right` [dim][column].
+template <class T, int kVectors>
+void multiply_rows(const Tile<T>& tile, int64_t rows, int64_t dim, const T* right, int64_t columns,
+                   T* scores) {
+  for (int64_t d = 0; d < dim; d += kSumLength) {
+    multiply<T, kVectors>(tile.data + d, tile.stride, 1, rows, right + d * columns,
+                          min(kSumLength, dim - d), columns, d == 0 ? Store::kSet : Store::kAdd,
+                          scores, scores);
+  }
+}
+
 // Maps scores (after the product and the softcap) to exponents. `factor` is positive, so the
 // greatest score has the greatest exponent whatever the sign of the scale.
 struct ScoreScale {
@@ -160,7 +171,7 @@ void softmax(T* scores, int64_t keys, int64_t columns, T factor, const RowState<
 }
 
 template <class T, class Element>
-void store_rows(const ForwardParams& p, const QueryBlock& block, const T* acc, int64_t columns,
+void store_rows(const ForwardParams& p, const Block& block, const T* acc, int64_t columns,
                 double factor, const RowState<T>& state) {
   Element* out = static_cast<Element*>(p.out) + block.batch * p.out_stride.batch +
                  block.head * p.out_stride.head;
@@ -177,7 +188,7 @@ void store_rows(const ForwardParams& p, const QueryBlock& block, const T* acc, i
 }
 
 template <class T, class Element, int kVectors>
-void forward_columns(const ForwardParams& p, const QueryBlock& block, int64_t columns, T* scratch) {
+void forward_columns(const ForwardParams& p, const Block& block, int64_t columns, T* scratch) {
   const int64_t head_dim = p.head_dim, head_dim_v = p.head_dim_v;
   T* queries = scratch;
   T* scores = queries + kBlockQ * head_dim;
@@ -218,11 +229,7 @@ void forward_columns(const ForwardParams& p, const QueryBlock& block, int64_t co
     Tile<T> v_tile =
         load_tile<T>(v + key * p.v_stride.row, p.v_stride.row, keys, head_dim_v, v_copy);
 
-    for (int64_t d = 0; d < head_dim; d += kSumLength) {
-      multiply<T, kVectors>(k_tile.data + d, k_tile.stride, 1, keys, queries + d * columns,
-                            min(kSumLength, head_dim - d), columns,
-                            d == 0 ? Store::kSet : Store::kAdd, state.rescale, scores);
-    }
+    multiply_rows<T, kVectors>(k_tile, keys, head_dim, queries, columns, scores);
     if (p.softcap > 0) {
       cap(scores, keys * columns, static_cast<T>(p.scale / p.softcap), static_cast<T>(p.softcap));
     }
@@ -242,29 +249,14 @@ void forward_columns(const ForwardParams& p, const QueryBlock& block, int64_t co
 }
 
 template <class T, class Element>
-void forward_as(const ForwardParams& p, const QueryBlock& block, void* scratch) {
+void forward_as(const ForwardParams& p, const Block& block, T* scratch) {
   // Few queries (decoding) fill one vector; a full block uses as many vectors as registers allow.
   if (block.rows <= kLanes<T>) {
-    forward_columns<T, Element, 1>(p, block, kLanes<T>, static_cast<T*>(scratch));
+    forward_columns<T, Element, 1>(p, block, kLanes<T>, scratch);
   } else {
-    forward_columns<T, Element, ATTNSCOPE_TILE_VECTORS>(p, block, kBlockQ,
-                                                        static_cast<T*>(scratch));
+    forward_columns<T, Element, ATTNSCOPE_TILE_VECTORS>(p, block, kBlockQ, scratch);
   }
 }
 
 }  // namespace
-
-void forward_block(const ForwardParams& p, const QueryBlock& block, void* scratch) {
-  switch (p.dtype) {
-    case DType::kFloat16:
-      return forward_as<float, Float16>(p, block, scratch);
-    case DType::kBFloat16:
-      return forward_as<float, BFloat16>(p, block, scratch);
-    case DType::kFloat32:
-      return forward_as<float, float>(p, block, scratch);
-    case DType::kFloat64:
-      return forward_as<double, double>(p, block, scratch);
-  }
-}
-
 }  // namespace attnscope::cpu::ATTNSCOPE_ISA
