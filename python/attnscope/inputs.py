@@ -10,6 +10,8 @@ from torch import Tensor
 
 KINDS = ("normal", "large_logits", "outliers", "constant_rows", "wide_range")
 
+_GRADIENTS = 1_000_000_007  # added to the seed: other numbers than those of q, k and v
+
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
@@ -82,6 +84,26 @@ def make_inputs(
         for name, shape in zip("qkv", shapes, strict=True)
     )
     return q, k, v, cu_q, cu_k
+
+
+def make_output_gradients(
+    workload: Any, kind: str = "normal", seed: int = 0, device: str | torch.device = "cuda"
+) -> tuple[Tensor, Tensor]:
+    """Gradients of out and lse, (dout, dlse): as out in q's dtype, and as lse in fp32.
+
+    The same kind, seed and device type give the same tensors. Both are normal; of the kinds
+    `outliers` and `wide_range`, dout is like q.
+    """
+    case, device = Case.of(workload), torch.device(device)
+    rows: tuple[int, ...] = (case.batch, case.seqlen_q)
+    if case.seqlens is not None:
+        rows = (sum(len_q for len_q, _ in case.seqlens),)
+    generator = torch.Generator(device).manual_seed(seed + _GRADIENTS)
+    if kind not in ("outliers", "wide_range"):
+        kind = "normal"
+    dout = _draw(kind, "dout", (*rows, case.heads_q, case.head_dim_v), generator)
+    dlse = _draw("normal", "dlse", (*rows[:-1], case.heads_q, rows[-1]), generator)
+    return dout.to(getattr(torch, case.dtype)), dlse
 
 
 def _draw(kind: str, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from attnscope import attention, attention_varlen, numerics
 from attnscope.bench.workloads import Workload
-from attnscope.numerics import KINDS, Verdict, check_forward_fn, compare_forward, make_inputs
+from attnscope.numerics import (
+    KINDS,
+    Verdict,
+    check_forward_fn,
+    compare_forward,
+    forward,
+    make_inputs,
+)
+from attnscope.numerics.forward import forward_truth
+from attnscope.numerics.gate import ulp
 from attnscope.reference import attention_reference, naive_attention
 
 INF, NAN = math.inf, math.nan
@@ -288,8 +297,8 @@ def test_the_reference_is_computed_once_for_many_impls(monkeypatch):
         calls.append(1)
         return attention_reference(*args, **options)
 
-    monkeypatch.setattr(numerics, "attention_reference", counting)
-    numerics._truth.cache_clear()
+    monkeypatch.setattr(forward, "attention_reference", counting)
+    forward_truth.cache_clear()
     for _ in range(3):
         check(CAUSAL)
     assert len(calls) == 1
@@ -340,7 +349,7 @@ class TestInputs:
 def test_ulp_is_the_spacing_of_the_dtype(dtype):
     values = torch.tensor([1e-7, 0.03, 0.5, 1.0, 1.7, 2.0, 100.0], dtype=dtype)
     spacing = torch.nextafter(values, torch.full_like(values, INF)).double() - values.double()
-    assert torch.equal(numerics._ulp(values.double(), dtype), spacing)
+    assert torch.equal(ulp(values.double(), dtype), spacing)
 
 
 @pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)])

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnscope import reference
 from attnscope.reference import (
     attention_reference,
+    blocks,
+    forward,
     naive_attention,
     naive_attention_blocked,
     segments,
@@ -97,7 +98,7 @@ def test_rows_without_keys_are_zero_and_minus_infinity():
 def test_blocks_change_nothing(monkeypatch, scores, mask):
     q, k, v = inputs(33, 50)
     want = attention_reference(q, k, v, **mask)
-    monkeypatch.setitem(reference._SCORES, "cpu", scores)
+    monkeypatch.setitem(blocks.SCORES, "cpu", scores)
     assert_same(attention_reference(q, k, v, **mask), want, 1e-14)
     assert_same(naive_attention_blocked(q, k, v, **mask), naive_attention(q, k, v, **mask), 1e-5)
 
@@ -164,15 +165,15 @@ def test_baseline_agrees_with_torch():
 
 def test_memory_does_not_grow_with_the_square(monkeypatch):
     largest = 0
-    exact = reference._exact
+    exact = forward._exact
 
     def watch(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         nonlocal largest
         largest = max(largest, q.shape[0] * q.shape[1] * k.shape[1])
         return exact(q, k, *rest)
 
-    monkeypatch.setattr(reference, "_exact", watch)
-    monkeypatch.setitem(reference._SCORES, "cpu", 1 << 16)
+    monkeypatch.setattr(forward, "_exact", watch)
+    monkeypatch.setitem(blocks.SCORES, "cpu", 1 << 16)
     q = torch.randn(1, 1500, 2, 8)
     attention_reference(q, q, q)
     assert 0 < largest <= 1 << 16

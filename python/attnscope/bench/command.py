@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +10,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from attnscope.bench import show
-from attnscope.bench.workloads import DTYPE_SHORT, Workload, expand, load_suite, suite_names
+from attnscope.bench.workloads import DTYPE_SHORT, MODES, Workload, expand, load_suite, suite_names
 from attnscope.common.console import console, say
 from attnscope.common.options import Device, bad_input, integers, pick_device, split
 
@@ -51,6 +51,19 @@ Dtype = Annotated[str | None, typer.Option(help="With --seq-lengths: dtypes, suc
 Causal = Annotated[
     bool | None, typer.Option("--causal/--no-causal", help="With --seq-lengths; left out: both.")
 ]
+Mode = Annotated[
+    str | None,
+    typer.Option(
+        help=f"{', '.join(MODES)}: backward alone, or both as in a training step. Left out: that of"
+        " the suite, usually forward."
+    ),
+]
+Deterministic = Annotated[
+    bool,
+    typer.Option(
+        "--deterministic", help="Ask for gradients that are the same bits in every call, and check."
+    ),
+]
 Impls = Annotated[
     str | None, typer.Option(help="Impls or aliases, such as cuda,triton,flash; see --list.")
 ]
@@ -74,6 +87,8 @@ def bench_command(
     batch: Batch = None,
     dtype: Dtype = None,
     causal: Causal = None,
+    mode: Mode = None,
+    deterministic: Deterministic = False,
     impl: Impls = None,
     baseline: Annotated[
         str | None, typer.Option(help="What ratios are to; left out, sdpa-flash.")
@@ -125,6 +140,7 @@ def bench_command(
 
         shape = dict(head_dim=head_dim, heads=heads, kv_heads=kv_heads, batch=batch, dtype=dtype)
         works = pick_works(suite, seq_lengths, shape, causal, where.type, default="quick")
+        works = in_mode(works, mode, deterministic, graph)
         (base,) = resolve([baseline or BASELINES[where.type]])
         impls = pick_impls(impl, where.type)
         if base not in impls:
@@ -180,6 +196,8 @@ def check_command(
     batch: Batch = None,
     dtype: Dtype = None,
     causal: Causal = None,
+    mode: Mode = None,
+    deterministic: Deterministic = False,
     impl: Impls = None,
     kinds: Annotated[
         str, typer.Option(help="Kinds of inputs, such as normal,outliers; or all.")
@@ -191,8 +209,9 @@ def check_command(
     """Compare impls with the fp64 reference, workload by workload.
 
     A result passes if every row's error is at most twice the error of plain same-dtype PyTorch plus
-    a few ulps, and inf and nan are where they must be. Exit codes: 1 something failed or nothing
-    could be checked, 2 bad input.
+    a few ulps, and inf and nan are where they must be. With --mode backward this holds for dq, dk
+    and dv each; --deterministic gradients must be the same bits in every call. Exit codes: 1
+    something failed or nothing could be checked, 2 bad input.
     """
     with bad_input("check"):
         where = pick_device(device)
@@ -204,6 +223,7 @@ def check_command(
 
         shape = dict(head_dim=head_dim, heads=heads, kv_heads=kv_heads, batch=batch, dtype=dtype)
         works = pick_works(suite, seq_lengths, shape, causal, where.type, default="check")
+        works = in_mode(works, mode, deterministic)
         impls = pick_impls(impl, where.type)
         names = list(KINDS) if kinds == "all" else split(kinds)
         if unknown := [name for name in names if name not in KINDS]:
@@ -298,6 +318,22 @@ def pick_works(
         long = {short: name for name, short in DTYPE_SHORT.items()}
         case["dtype"] = [long.get(name, name) for name in split(dtype)]
     return expand(case | {"seqlen": integers(seq_lengths, "--seq-lengths")})
+
+
+def in_mode(
+    works: list[Workload], mode: str | None, deterministic: bool, graph: bool = False
+) -> list[Workload]:
+    """The workloads in a mode; None keeps theirs. Workloads that become equal count once.
+
+    Raises ValueError for an unknown mode, or one that a CUDA graph (`graph`) cannot capture.
+    """
+    if graph and "backward" in (mode, *(work.mode for work in works if mode is None)):
+        raise ValueError(
+            "graph: a backward alone cannot be captured without its forward; take --mode both"
+        )
+    changes: dict[str, Any] = {} if mode is None else {"mode": mode}
+    changes |= {"deterministic": True} if deterministic else {}
+    return list(dict.fromkeys(replace(work, **changes) for work in works))
 
 
 def list_choices(device: torch.device) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -87,13 +87,19 @@ def pair_rows(
 ) -> list[Pair]:
     """Join rows on workload and impl, or on workload alone where each side is one impl.
 
-    A row without a partner becomes a pair with None. Raises ValueError if a side has a key twice.
+    A row without a partner becomes a pair with None. Deterministic gradients on one side alone are
+    compared with the others. Raises ValueError if a side has a key twice.
     """
+    rows_a, rows_b = list(rows_a), list(rows_b)
+    asked = [{bool(row.get("deterministic")) for row in rows} for rows in (rows_a, rows_b)]
+    alike = asked[0] != asked[1] and len(asked[0]) == len(asked[1]) == 1
 
     def keyed(rows: Iterable[Row], side: str) -> dict[tuple[str | None, str], Row]:
         found: dict[tuple[str | None, str], Row] = {}
         for row in rows:
-            key = (None if across_impls else row["impl"], Workload.from_dict(row).id)
+            work = Workload.from_dict(row)
+            work = replace(work, deterministic=False) if alike else work
+            key = (None if across_impls else row["impl"], work.id)
             if key in found:
                 raise ValueError(f"{side} has two rows of {row['impl']} on {key[1]}")
             found[key] = row
@@ -147,6 +153,9 @@ def differences(env_a: Row, env_b: Row, pairs: Sequence[Pair]) -> tuple[list[str
         for key in TOLD
         if env_a.get(key) != env_b.get(key)
     ]
+    for name, side in (("A", 0), ("B", 1)):
+        if timed and all(rows[side].get("deterministic") for rows in timed):
+            told.append(f"gradients of {name} are deterministic")
     layouts = [(env.get("settings") or {}).get("layouts", "bshd") for env in (env_a, env_b)]
     if layouts[0] != layouts[1]:
         told.append(f"differs: layouts: A has {layouts[0]}, B has {layouts[1]}")
@@ -169,16 +178,18 @@ _DOUBTS = {
 def means(pairs: Iterable[Pair]) -> dict[str, dict[str, list[float]]]:
     """Ratios by impl and by group: all, head dims, masks and lengths, in that order.
 
-    "all" is in two groups where there are workloads of at most 64 tokens and longer ones.
+    "all" is in two groups where there are workloads of at most 64 tokens and longer ones. Modes
+    have groups of their own.
     """
     found: dict[str, dict[str, list[float]]] = {}
     timed = [pair for pair in pairs if pair.ratio]
     overall = {work: name for name, works in _overall(timed).items() for work in works}
+    of_phase = _phases(pair.work for pair in timed)
     for group in (
         lambda work: overall[work],
-        lambda work: f"head dim {work.head_dim}",
-        lambda work: "causal" if work.causal else "not causal",
-        lambda work: f"length {length(work):,}",
+        lambda work: f"head dim {work.head_dim}{of_phase[work.phase]}",
+        lambda work: ("causal" if work.causal else "not causal") + of_phase[work.phase],
+        lambda work: f"length {length(work):,}{of_phase[work.phase]}",
     ):
         for pair in sorted(timed, key=lambda p: (p.work.head_dim, p.work.causal, p.work.seqlen_k)):
             by_group = found.setdefault(pair.impl, {})
@@ -188,8 +199,20 @@ def means(pairs: Iterable[Pair]) -> dict[str, dict[str, list[float]]]:
 
 def _overall(pairs: Sequence[Pair]) -> dict[str, list[Workload]]:
     groups = list(by_length(pair.work for pair in pairs).values())
-    names = ("all",) if len(groups) == 1 else (f"all above S {SHORTEST}", f"all up to S {SHORTEST}")
-    return dict(zip(names, groups, strict=False))
+    of_phase = _phases(work for group in groups for work in group)
+    several = len(groups) > len(of_phase)
+    found = {}
+    for group in groups:
+        limit = f" above S {SHORTEST}" if length(group[0]) > SHORTEST else f" up to S {SHORTEST}"
+        found[f"all{limit if several else ''}{of_phase[group[0].phase]}"] = group
+    return found
+
+
+def _phases(works: Iterable[Workload]) -> dict[str, str]:
+    """What to add to the name of a group, by phase: nothing where there is one phase."""
+    phases = list(dict.fromkeys(work.phase for work in works))
+    several = len(phases) > 1
+    return {phase: f", {phase or 'forward'}" if several else "" for phase in phases}
 
 
 def failures(pairs: Sequence[Pair], limit: float, allow_missing: bool) -> list[str]:

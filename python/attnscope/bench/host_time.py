@@ -1,5 +1,7 @@
 """The command `host-time`: CPU time of a call, by impl and by grad mode.
 
+A "training" call is a forward and its backward, by torch.autograd.grad.
+
 All impls and modes are timed in one process, in interleaved blocks of calls. A block's time ends
 when its last call returns. The device is then synchronized, so the launch queue never fills up.
 """
@@ -26,7 +28,7 @@ IMPLS = {
     "cpu": ("cpu", "sdpa-flash"),
 }
 BASELINE = "sdpa-flash"
-MODES = ("plain", "no_grad", "inference_mode", "grad needed", "compiled")
+MODES = ("plain", "no_grad", "inference_mode", "grad needed", "training", "compiled")
 WARMUP_S = 1.0
 
 
@@ -64,7 +66,7 @@ def _cases(impls: tuple[str, ...], modes: tuple[str, ...], device: Any) -> Itera
     for impl in impls:
         ours = impl not in backends
         shape = (batch, seqlen, heads, dim) if ours else (batch, heads, seqlen, dim)
-        q, k, v = (torch.randn(shape, device=device).to(dtype) for _ in range(3))
+        q, k, v, dout = (torch.randn(shape, device=device).to(dtype) for _ in range(4))
 
         def call(q: Any, k: Any, v: Any, impl: str = impl, ours: bool = ours) -> Any:
             if ours:
@@ -73,9 +75,13 @@ def _cases(impls: tuple[str, ...], modes: tuple[str, ...], device: Any) -> Itera
 
         compiled = torch.compile(call, fullgraph=True)
         for mode in modes:
-            needs_grad = mode == "grad needed"
-            inputs = (q.clone().requires_grad_(needs_grad), k, v)
-            called = compiled if mode == "compiled" else call
+            needed = {"grad needed": 1, "training": 3}.get(mode, 0)
+            inputs = [t.clone().requires_grad_(at < needed) for at, t in enumerate((q, k, v))]
+
+            def train(*inputs: Any, call: Any = call, dout: Any = dout) -> Any:
+                return torch.autograd.grad(call(*inputs), inputs, dout)
+
+            called = {"compiled": compiled, "training": train}.get(mode, call)
 
             def run(count: int, called: Any = called, inputs: Any = inputs) -> None:
                 for _ in range(count):
@@ -160,7 +166,7 @@ def host_time_command(
 ) -> None:
     """Time the CPU side of short calls: plain, no_grad, inference_mode, grad needed, compiled.
 
-    Exit code: 2 bad input.
+    Mode `training` is a forward and its backward. Exit code: 2 bad input.
     """
     with bad_input("host-time"):
         where = pick_device(device)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,92 +19,13 @@ from torch import Tensor
 
 from attnscope.bench import peers
 from attnscope.bench.aliases import ALIASES
+from attnscope.bench.interface import Impl as Impl
+from attnscope.bench.interface import Limits as Limits
 from attnscope.bench.peers import Call, Inputs
 from attnscope.bench.peers import Unsupported as Unsupported
-from attnscope.bench.workloads import Workload
+from attnscope.bench.workloads import DTYPE_BYTES, Workload
 
 HALF = ("bfloat16", "float16")
-ALL_DTYPES = ("bfloat16", "float16", "float32", "float64")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What an impl supports; the defaults allow the most."""
-
-    dtypes: tuple[str, ...] = ALL_DTYPES
-    head_dim: int | None = None  # largest
-    head_dim_step: int = 1
-    own_head_dim_v: bool = True  # head_dim_v may differ from head_dim
-    window: bool = True
-    softcap: bool = True
-    packed: bool = True
-    offset_causal: bool = True  # a causal mask where lengths differ, aligned to the bottom right
-    capability: tuple[int, int] | None = None  # the one compute capability it was built for
-
-    def broken_by(self, work: Workload, device: torch.device) -> str | None:
-        """The first limit that the workload exceeds, as a sentence; None if it exceeds none."""
-        offset = any(len_q != len_k for len_q, len_k in work.segments())
-        if work.dtype not in self.dtypes:
-            return f"dtype {work.dtype}: takes {', '.join(self.dtypes)}"
-        if self.head_dim and max(work.head_dim, work.head_dim_v) > self.head_dim:
-            return f"head dim {max(work.head_dim, work.head_dim_v)}: takes at most {self.head_dim}"
-        if work.head_dim % self.head_dim_step or work.head_dim_v % self.head_dim_step:
-            return f"head dim {work.head_dim}: takes multiples of {self.head_dim_step}"
-        if work.head_dim_v != work.head_dim and not self.own_head_dim_v:
-            return f"head_dim_v {work.head_dim_v}: must equal head_dim ({work.head_dim})"
-        if work.window != (-1, -1) and not self.window:
-            return "takes no sliding window"
-        if work.softcap and not self.softcap:
-            return "takes no softcap"
-        if work.seqlens is not None and not self.packed:
-            return "takes no packed batch"
-        if work.causal and offset and not self.offset_causal:
-            return "its causal mask is for equal lengths only"
-        if self.capability and device.type == "cuda":
-            have = torch.cuda.get_device_capability(device)
-            if have != self.capability:
-                want = ".".join(map(str, self.capability))
-                return f"built for compute capability {want}, this card has {have[0]}.{have[1]}"
-        return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Impl:
-    """One way to compute attention.
-
-    `make(work, inputs)` returns a callable without arguments that returns (out, lse or None) in the
-    op's layouts. `ran` maps each supported device type to a pattern: at least one kernel name
-    (CUDA) or op name (CPU) of a call must match it. No name may match `not_ran`. `absent()` is why
-    the impl is not available here at all; `left_out(work)` is what its installed build lacks.
-    """
-
-    name: str
-    about: str
-    make: Callable[[Workload, Inputs], Call]
-    ran: Mapping[str, str]
-    not_ran: str | None = None
-    limits: Limits = field(default_factory=Limits)
-    absent: Callable[[], str | None] = lambda: None
-    left_out: Callable[[Workload], str | None] = lambda work: None
-
-    def cannot(self, work: Workload, device: torch.device) -> str | None:
-        """Why this workload cannot run here; None if it can."""
-        if device.type not in self.ran:
-            return f"runs on {' and '.join(self.ran)} only, not on {device.type}"
-        if work.mode != "forward":
-            return f"mode {work.mode}: only forward passes are implemented"
-        return self.absent() or self.limits.broken_by(work, device) or self.left_out(work)
-
-    def unproved(self, names: Sequence[str], device_type: str) -> str | None:
-        """Why the kernel or op names of one call do not match this impl; None if they do."""
-        if not names:
-            return "no kernel was seen in a profiled call (is another profiler attached?)"
-        seen = ", ".join(names)
-        if not any(re.search(self.ran[device_type], name) for name in names):
-            return f"{self.name} ran {seen}; expected one that matches /{self.ran[device_type]}/"
-        if self.not_ran and any(re.search(self.not_ran, name) for name in names):
-            return f"{self.name} ran {seen}; expected none that matches /{self.not_ran}/"
-        return None
 
 
 def _own(impl: str) -> Callable[[Workload, Inputs], Call]:
@@ -115,6 +36,8 @@ def _own(impl: str) -> Callable[[Workload, Inputs], Call]:
         options: dict[str, Any] = dict(
             causal=work.causal, window=work.window, softcap=work.softcap, impl=impl, return_lse=True
         )
+        if work.deterministic:
+            options["deterministic"] = True
         dense: Any = attnscope.attention
         packed: Any = attnscope.attention_varlen
         if cu_q is None:
@@ -189,6 +112,46 @@ def _sdpa_mask(work: Workload, device: torch.device, backend: str) -> dict[str, 
     return {"attn_mask": seen}
 
 
+@contextmanager
+def _torch_deterministic(work: Workload) -> Iterator[None]:
+    """torch's deterministic algorithms, where asked for, without filling uninitialized memory."""
+    if not work.deterministic:
+        yield
+        return
+    filling: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled()
+    fills = filling.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    filling.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        filling.fill_uninitialized_memory = fills
+
+
+_MOST_SCORES = 8 << 30  # bytes
+
+
+def _scores_too_large(element_bytes: int = 0) -> Callable[[Workload], str | None]:
+    """Why an impl that keeps its score matrix for the backward should not hold the one of a workload.
+
+    `element_bytes` are those of a score; 0: of the inputs.
+    """
+
+    def left_out(work: Workload) -> str | None:
+        scores = work.heads_q * sum(len_q * len_k for len_q, len_k in work.segments())
+        size = scores * max(element_bytes, DTYPE_BYTES[work.dtype])
+        if work.mode == "forward" or size <= _MOST_SCORES:
+            return None
+        return (
+            f"keeps {size / 2**30:.0f} GiB of scores for the backward: at most "
+            f"{_MOST_SCORES >> 30} GiB, or other impls would lack memory"
+        )
+
+    return left_out
+
+
 def _own_cuda_absent() -> str | None:
     from attnscope._load import library_status
 
@@ -224,6 +187,8 @@ IMPLS: dict[str, Impl] = {
             about="this project's best CUDA kernel for the card",
             make=_own("cuda"),
             ran={"cuda": r"attnscope::sm\d+::forward"},
+            ran_backward={"cuda": r"attnscope::sm\d+::backward"},
+            deterministic=True,
             absent=_own_cuda_absent,
             limits=_OWN,
         ),
@@ -232,6 +197,8 @@ IMPLS: dict[str, Impl] = {
             about="this project's portable CUDA kernel (mma.sync), forced",
             make=_own("cuda-sm80"),
             ran={"cuda": r"attnscope::sm80::forward"},
+            ran_backward={"cuda": r"attnscope::sm80::backward"},
+            deterministic=True,
             absent=_own_cuda_absent,
             limits=_OWN,
         ),
@@ -240,6 +207,11 @@ IMPLS: dict[str, Impl] = {
             about="this project's Triton kernel",
             make=_own("triton"),
             ran={"cuda": r"^attnscope_triton_forward", "cpu": r"^attnscope_triton::forward"},
+            ran_backward={
+                "cuda": r"^attnscope_triton_backward",
+                "cpu": r"^attnscope_triton::backward",
+            },
+            deterministic=True,
             absent=_no_interpreter,
             limits=Limits(head_dim=256, head_dim_step=8),
         ),
@@ -248,6 +220,8 @@ IMPLS: dict[str, Impl] = {
             about="this project's C++ kernel for CPUs",
             make=_own("cpu"),
             ran={"cpu": r"^attnscope::forward"},
+            ran_backward={"cpu": r"^attnscope::backward"},
+            deterministic=True,
             limits=Limits(head_dim=256, head_dim_step=8),
         ),
         Impl(
@@ -255,6 +229,9 @@ IMPLS: dict[str, Impl] = {
             about="matmul, softmax, matmul in plain PyTorch",
             make=_naive,
             ran={"cuda": _GEMM, "cpu": r"aten::(bmm|matmul|mm)"},
+            ran_backward={"cuda": _GEMM, "cpu": r"aten::(bmm|matmul|mm)"},
+            deterministic=True,
+            left_out=_scores_too_large(),
             not_ran=_FUSED,
         ),
         Impl(
@@ -262,6 +239,9 @@ IMPLS: dict[str, Impl] = {
             about="torch SDPA, unfused",
             make=_sdpa("MATH"),
             ran={"cuda": _GEMM, "cpu": r"aten::bmm"},
+            ran_backward={"cuda": _GEMM, "cpu": r"aten::bmm"},
+            deterministic=True,
+            left_out=_scores_too_large(4),
             not_ran=_FUSED,
             limits=_SDPA,
         ),
@@ -270,6 +250,9 @@ IMPLS: dict[str, Impl] = {
             about="torch SDPA, memory-efficient kernel (CUTLASS)",
             make=_sdpa("EFFICIENT_ATTENTION"),
             ran={"cuda": r"fmha_cutlassF|AttentionKernel"},
+            ran_backward={"cuda": r"fmha_cutlassB|AttentionBackwardKernel"},
+            deterministic=True,
+            scope=_torch_deterministic,
             limits=Limits(dtypes=(*HALF, "float32"), window=False, softcap=False, packed=False),
         ),
         Impl(
@@ -280,6 +263,12 @@ IMPLS: dict[str, Impl] = {
                 "cuda": r"pytorch_flash::flash_fwd",
                 "cpu": r"aten::_scaled_dot_product_flash_attention_for_cpu",
             },
+            ran_backward={
+                "cuda": r"pytorch_flash::flash_bwd",
+                "cpu": r"aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+            },
+            deterministic=True,
+            scope=_torch_deterministic,
             limits=_SDPA,
         ),
         Impl(
@@ -287,6 +276,9 @@ IMPLS: dict[str, Impl] = {
             about="torch SDPA, cuDNN",
             make=_sdpa("CUDNN_ATTENTION"),
             ran={"cuda": r"cudnn.*(sdpa|fmha|mha|flash)"},
+            ran_backward={"cuda": r"cudnn.*bprop"},
+            deterministic=True,
+            scope=_torch_deterministic,
             limits=Limits(
                 dtypes=HALF, window=False, softcap=False, packed=False, offset_causal=False
             ),
@@ -296,6 +288,8 @@ IMPLS: dict[str, Impl] = {
             about="FlashAttention-2, package flash-attn",
             make=peers.fa2,
             ran={"cuda": r"(?<!pytorch_)flash::flash_fwd"},
+            ran_backward={"cuda": r"(?<!pytorch_)flash::flash_bwd"},
+            deterministic=True,
             absent=_without("flash_attn.flash_attn_interface", "flash-attn"),
             limits=Limits(dtypes=HALF, head_dim=256, head_dim_step=8, own_head_dim_v=False),
         ),
@@ -304,6 +298,8 @@ IMPLS: dict[str, Impl] = {
             about="FlashAttention-3, package flash-attn-3 or fa3-fwd",
             make=peers.fa3,
             ran={"cuda": r"FlashAttnFwdSm90"},
+            ran_backward={"cuda": r"FlashAttnBwdSm90"},
+            deterministic=True,
             absent=peers.fa3_absent,
             left_out=peers.fa3_left_out,
             limits=Limits(dtypes=HALF, head_dim=256, head_dim_step=8, capability=(9, 0)),
@@ -323,6 +319,8 @@ IMPLS: dict[str, Impl] = {
             about="FlashAttention-4, package flash-attn-4",
             make=peers.fa4,
             ran={"cuda": r"(?i)flash_?attn|FlashAttentionForward"},
+            ran_backward={"cuda": r"(?i)flash_?att.*(bwd|backward)"},
+            deterministic=True,
             absent=_without("flash_attn.cute.interface", "flash-attn-4"),
             limits=Limits(dtypes=HALF, head_dim=256, head_dim_step=8),
         ),
@@ -331,6 +329,9 @@ IMPLS: dict[str, Impl] = {
             about="torch flex_attention, compiled",
             make=peers.flex,
             ran={"cuda": r"triton_.*flex|triton_tem"},
+            ran_backward={"cuda": r"triton_.*flex.*backward|triton_tem"},
+            deterministic=True,
+            scope=peers.flex_scope,
             limits=Limits(dtypes=(*HALF, "float32"), packed=False),
         ),
     )

@@ -1,7 +1,7 @@
 """Mean speeds with their scope: which peers, how many workloads, which lengths.
 
 Workloads of at most 64 tokens have a mean of their own: launch overhead dominates them, and they
-would dominate a mean over all lengths.
+would dominate a mean over all lengths. So have the modes, forward, backward and both.
 """
 
 from __future__ import annotations
@@ -54,11 +54,14 @@ def span(works: Iterable[Workload]) -> str:
 
 
 def by_length(works: Iterable[Workload]) -> dict[str, list[Workload]]:
-    """Workloads by the lengths that one mean may be over, longer ones first."""
-    distinct = list(dict.fromkeys(works))
-    longer = [work for work in distinct if length(work) > SHORTEST]
-    shortest = [work for work in distinct if length(work) <= SHORTEST]
-    return {span(group): group for group in (longer, shortest) if group}
+    """Workloads that one mean may be over, by phase and lengths, longer ones first."""
+    groups: dict[tuple[str, bool], list[Workload]] = {}
+    for work in sorted(dict.fromkeys(works), key=lambda work: length(work) <= SHORTEST):
+        groups.setdefault((work.phase, length(work) <= SHORTEST), []).append(work)
+    return {
+        f"{phase}, {span(group)}" if phase else span(group): group
+        for (phase, _), group in groups.items()
+    }
 
 
 def over_fastest_peer(rows: Sequence[Row]) -> list[Mean]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +23,7 @@ class Unsupported(Exception):
 
 # (q, k, v, cu_seqlens_q, cu_seqlens_k), the last two None when dense.
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
-Call = Callable[[], tuple[Tensor, Tensor | None]]
+Call = Callable[[], tuple[Tensor, Tensor | None]]  # a forward: out, lse or None
 
 
 def installed(module: str) -> bool:
@@ -68,6 +69,7 @@ def fa3_left_out(work: Workload) -> str | None:
         "SOFTCAP": work.softcap > 0.0,
         "VARLEN": work.seqlens is not None,
         "FP16": work.dtype == "float16",
+        "BACKWARD": work.mode != "forward",
     }
     for feature, needed in needs.items():
         flag = f"FLASHATTENTION_DISABLE_{feature}"
@@ -144,6 +146,8 @@ def _flash(
     q, k, v, cu_q, cu_k = inputs
     options: dict[str, Any] = dict(causal=work.causal, softcap=work.softcap, **returns)
     options["window_size"] = tuple(unbounded if side < 0 else side for side in work.window)
+    if work.deterministic:
+        options["deterministic"] = True
     if cu_q is not None:
         options |= dict(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
         options |= dict(max_seqlen_q=work.seqlen_q, max_seqlen_k=work.seqlen_k)
@@ -156,6 +160,23 @@ def _flash(
         return (result[0], result[1]) if isinstance(result, tuple) else (result, None)
 
     return call
+
+
+@contextmanager
+def flex_scope(work: Workload) -> Iterator[None]:
+    """Keep the graph of a compiled forward usable for several backwards.
+
+    A compiled backward frees buffers of the graph unless a setting of its thread forbids that, so
+    the backward has to run in the calling thread.
+    """
+    import torch
+    import torch._functorch.config as config
+
+    with (
+        config.patch(donated_buffer=False),  # type: ignore[attr-defined]
+        torch.autograd.set_multithreading_enabled(False),
+    ):
+        yield
 
 
 def flex(work: Workload, inputs: Inputs) -> Call:

@@ -171,11 +171,13 @@ def plot_file(path: Path, output_dir: Path, baseline: str | None = None) -> list
         stem = path.stem
         if len(found) > 1:
             form = "" if family.panels else "-cases"
+            if len({family.phase for family in found}) > 1:
+                stem += f"-{(family.phase or 'forward').replace(',', '').replace(' ', '-')}"
             stem += f"-{DTYPE_SHORT[family.dtype]}{form}"
         names[stem] += 1
         stem += f"-{names[stem]}" if names[stem] > 1 else ""
         for kind in kinds(env, family, device, baseline):
-            title = f"Attention {family.mode}: {kind.title}"
+            title = f"Attention {family.phase or 'forward'}: {kind.title}"
             notes = footnotes(family, kind, device, unknown, left_out)
             figure = draw(family, kind, title, conditions(env, family, device), notes)
             written += save(figure, output_dir / f"{stem}-{kind.name}")

@@ -15,7 +15,11 @@ import numpy as np
 import torch
 
 from attnscope import numerics
-from attnscope.bench.impls import Impl, Unsupported
+from attnscope.bench.calls import build_call
+from attnscope.bench.checks import check as check
+from attnscope.bench.checks import judge
+from attnscope.bench.interface import Impl
+from attnscope.bench.peers import Unsupported
 from attnscope.bench.proof import names_of
 from attnscope.bench.statistics import LEAST_SAMPLES, bootstrap_ratio
 from attnscope.bench.timing import (
@@ -31,7 +35,6 @@ from attnscope.common.console import explain
 from attnscope.common.hardware.devices import current_device
 from attnscope.common.hardware.nvml import Nvml
 from attnscope.common.results import Results
-from attnscope.ranges import CHECK, nvtx_range
 
 Row = dict[str, Any]
 
@@ -162,9 +165,14 @@ class _Sweep:
             copies = copies_to_rotate(self._device, self._settings, work.bytes())
             shared = sets.setdefault(candidate.layout, [])
             while len(shared) < copies:
-                inputs = work.inputs(self._device, self._settings.seed + len(shared))
-                shared.append(in_layout(inputs, candidate.layout))
-            candidate.calls = [candidate.impl.make(work, inputs) for inputs in shared]
+                seed = self._settings.seed + len(shared)
+                tensors = work.inputs(self._device, seed)
+                if work.mode != "forward":
+                    tensors += (work.output_gradient(self._device, seed),)
+                shared.append(in_layout(tensors, candidate.layout))
+            candidate.calls = [
+                build_call(candidate.impl, work, tensors[:5], *tensors[5:]) for tensors in shared
+            ]
 
         return build
 
@@ -179,7 +187,7 @@ class _Sweep:
 
     def _prove(self, work: Workload, candidate: _Candidate) -> None:
         candidate.kernels = names_of(candidate.calls[0], self._device)
-        if reason := candidate.impl.unproved(candidate.kernels, self._device.type):
+        if reason := candidate.impl.unproved(candidate.kernels, self._device.type, work.mode):
             candidate.row = _row(work, candidate.impl, "failed", reason)
             candidate.row["kernels"] = candidate.kernels
 
@@ -295,32 +303,6 @@ def merge_layouts(rows: Mapping[str, Row]) -> Row:
     return rows[layout] | {"layout": layout, "layouts_ms": medians, "reason": reason}
 
 
-def judge(
-    work: Workload,
-    forward: numerics.ForwardFn,
-    seed: int,
-    device: torch.device,
-    kind: str = "normal",
-) -> numerics.Verdict:
-    """`numerics.check_forward_fn` under the project's NVTX range and without autograd."""
-    with nvtx_range(CHECK), torch.no_grad():
-        return numerics.check_forward_fn(forward, work, kind, seed, device)
-
-
-def check(
-    work: Workload, impl: Impl, kind: str, seed: int, device: torch.device
-) -> numerics.Verdict:
-    """Compare one impl on one workload with fp64. Exceptions of the impl propagate."""
-    built: list[tuple[Any, Call]] = []
-
-    def forward(*inputs: Any) -> Any:
-        if not built or built[0][0] is not inputs[0]:
-            built[:] = [(inputs[0], impl.make(work, inputs))]
-        return built[0][1]()
-
-    return judge(work, forward, seed, device, kind)
-
-
 def context_is_lost(error: Exception) -> bool:
     """Whether an error left the CUDA context unusable (an illegal address, say), by trying it."""
     if isinstance(error, torch.OutOfMemoryError):
@@ -367,5 +349,6 @@ def _row(work: Workload, impl: Impl, status: str, reason: str | None) -> Row:
 
 def _errors(verdict: numerics.Verdict | None) -> Row:
     found = asdict(verdict) if verdict else {}
-    keys = ("max_abs_err", "baseline_err", "err_ratio", "margin", "checked")
-    return {key: found.get(key) for key in keys}
+    keys = ("max_abs_err", "baseline_err", "err_ratio", "margin", "checked", "repeatable")
+    errors = {key: found.get(key) for key in keys}
+    return errors | {"gradients": found.get("gradients") or None}

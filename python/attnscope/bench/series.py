@@ -81,7 +81,7 @@ class Panel:
 class Family:
     """The data of one figure: `panels` if lengths vary, otherwise `cases`, by workload."""
 
-    mode: str
+    phase: str  # of the calls, as Workload.phase
     dtype: str
     l2: str | None
     panels: list[Panel]
@@ -149,26 +149,26 @@ def families(points: Iterable[Point]) -> list[Family]:
         work = point.work
         queries = None if work.seqlen_q == work.seqlen_k else work.seqlen_q
         ratio = work.heads_q // work.heads_kv
-        kind = (work.mode, work.dtype, point.row.get("l2"), work.seqlens is not None)
+        kind = (work.phase, work.dtype, point.row.get("l2"), work.seqlens is not None)
         shelves[(*kind, work.window, work.softcap, queries, ratio)].append(point)
 
     found: list[Family] = []
     rest: dict[tuple[str, str, str | None], list[Point]] = defaultdict(list)
-    for (mode, dtype, l2, packed, *_), shelf in shelves.items():
+    for (phase, dtype, l2, packed, *_), shelf in shelves.items():
         for group in [shelf] if packed else _by_scale(shelf):
             panels = [] if packed else _panels(group)
             if any(len(panel.works) > 1 for panel in panels):
-                found.append(Family(mode, dtype, l2, panels, {}))
+                found.append(Family(phase, dtype, l2, panels, {}))
             else:
-                rest[mode, dtype, l2] += group
-    for (mode, dtype, l2), group in rest.items():
+                rest[phase, dtype, l2] += group
+    for (phase, dtype, l2), group in rest.items():
         cases: dict[Workload, list[Point]] = defaultdict(list)
         for point in group:
             cases[point.work].append(point)
         works = list(cases)
         for first in range(0, len(works), MOST_CASES):
             part = {work: cases[work] for work in works[first : first + MOST_CASES]}
-            found.append(Family(mode, dtype, l2, [], part))
+            found.append(Family(phase, dtype, l2, [], part))
     return found
 
 

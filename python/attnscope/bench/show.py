@@ -68,6 +68,7 @@ def _lengths(work: Workload) -> str:
 
 
 _LABELS: dict[str, Callable[[Workload], str]] = {
+    "mode": lambda work: work.phase,
     "cell": lambda work: work.label or "",
     "dtype": lambda work: DTYPE_SHORT[work.dtype],
     "D": lambda work: _pair(work.head_dim, work.head_dim_v),
@@ -174,7 +175,10 @@ class CheckReport:
         numbers = f"{_number(verdict.max_abs_err):>9}{_number(verdict.baseline_err):>10}"
         numbers += f"{_number(verdict.err_ratio, '.2f'):>7}{_number(verdict.margin, '.2f'):>8}"
         checked = "" if verdict.checked == "all rows" else f" ({verdict.checked})"
-        self._line(verdict.passed, impl, kind, numbers, f"{work.id}{checked}", verdict.reason)
+        each = [f"{name} {errors.margin:.2f}" for name, errors in verdict.gradients.items()]
+        margins = f" ({', '.join(each)})" if each else ""
+        named = f"{work.id}{checked}{margins}"
+        self._line(verdict.passed, impl, kind, numbers, named, verdict.reason)
 
     def failed(self, impl: str, work: Workload, kind: str, reason: str) -> None:
         """There is no result: the impl raised."""
@@ -203,6 +207,8 @@ class CheckReport:
             good &= passed == total
             margins = [verdict.margin for verdict in verdicts if verdict.margin is not None]
             worst = f", worst margin {max(margins):.2f}" if margins else ""
+            if moody := sum(verdict.repeatable is False for verdict in verdicts):
+                worst += f", bits differ between runs of {moody}"
             say(f"{impl}: {passed} of {total} passed{worst}", None if passed == total else "red")
         if not self._verdicts and not self._broken:
             say("check: nothing could be checked", "red", stderr=True)
@@ -211,4 +217,6 @@ class CheckReport:
 
 
 def _number(value: float | None, form: str = ".2e") -> str:
-    return "-" if value is None else format(value, form)
+    if value is None:
+        return "-"
+    return format(value, form if value < 1000 else ".0e")

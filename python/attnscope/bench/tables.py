@@ -49,7 +49,11 @@ def results_table(path: Path, folder: Path) -> str:
         for lengths, works in by_length(same).items()
     ]
     ratios = _ratios(rows, impls)
-    source = [_source(os.path.relpath(path, folder), env, unit, left_out)]
+    phases = list(dict.fromkeys(work.phase for work in by_work))
+    of_calls = unit
+    if any(phases):
+        of_calls += f" ({'; '.join(phase or 'forward' for phase in phases)})"
+    source = [_source(os.path.relpath(path, folder), env, of_calls, left_out)]
     over_peers = [f"- {mean.text()}" for mean in over_fastest_peer(rows)]
     last = ["", *over_peers] if over_peers else []
     if len(every) <= FOLD_OVER or any(work.label for work in by_work):
@@ -106,7 +110,7 @@ def _shape(work: Workload) -> str:
 
 
 def _name(work: Workload) -> str:
-    name = f"{_shape(work)}, {_size(work)}"
+    name = ", ".join(filter(None, [_shape(work), work.phase, _size(work)]))
     return f"{work.label}: {name}" if work.label else name
 
 

@@ -13,18 +13,20 @@ from attnscope.attention_flops import visible_pairs
 SUITES = Path(__file__).parent / "suites"
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 DTYPE_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
-# Work relative to one forward pass; a backward pass is five matrix products to the forward's two.
-MODES = {"forward": 1.0, "backward": 2.5, "both": 3.5}
+# A mode's matrix products with the inner or outer dimension head_dim, and with head_dim_v. Forward:
+# the scores; P v. Backward: the scores again, dq, dk; dP, dv.
+MODES = {"forward": (1, 1), "backward": (3, 2), "both": (4, 3)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One attention call.
+    """One attention call: a forward, the backward of one, or both as in a training step.
 
     Dense: q [batch, seqlen_q, heads_q, head_dim], k [batch, seqlen_k, heads_kv, head_dim],
     v [.., head_dim_v]. Packed (`seqlens` given, one (query length, key length) a segment):
     q [sum, heads_q, head_dim] and so on; batch is then the number of segments, seqlen_q and
     seqlen_k the longest. `window` is (left, right) aligned to the bottom right, -1 unbounded.
+    `deterministic` asks for gradients that are the same bits in every call.
     `label` names the workload for readers (a model and its layer) and does not change the
     computation: workloads that differ only in it are equal and share an id.
     Raises ValueError that names the field, its value and what is allowed.
@@ -42,6 +44,7 @@ class Workload:
     window: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
     mode: str = "forward"
+    deterministic: bool = False
     seqlens: tuple[tuple[int, int], ...] | None = None
     label: str | None = field(default=None, compare=False)
 
@@ -58,8 +61,11 @@ class Workload:
             raise ValueError(f"dtype: {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
         if self.mode not in MODES:
             raise ValueError(f"mode: {self.mode!r} is not one of {', '.join(MODES)}")
-        if not isinstance(self.causal, bool):
-            raise ValueError(f"causal: {self.causal!r} is not true or false")
+        for name in ("causal", "deterministic"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}: {getattr(self, name)!r} is not true or false")
+        if self.deterministic and self.mode == "forward":
+            raise ValueError("deterministic: needs mode backward or both, got mode forward")
         if len(self.window) != 2 or not all(isinstance(w, int) and w >= -1 for w in self.window):
             raise ValueError(f"window: {self.window!r} is not (left, right), each -1 or more")
         if not 0.0 <= self.softcap < float("inf"):
@@ -138,7 +144,15 @@ class Workload:
             parts.append(f"cap{self.softcap:g}")
         if self.seqlens is not None:
             parts.append(f"packed{zlib.crc32(repr(self.seqlens).encode()):08x}")
+        if self.deterministic:
+            parts.append("deterministic")
         return "-".join(parts)
+
+    @property
+    def phase(self) -> str:
+        """The mode for readers: nothing for a forward, otherwise such as "backward"."""
+        name = {"forward": "", "both": "forward and backward"}.get(self.mode, self.mode)
+        return f"{name}, deterministic" if self.deterministic else name
 
     def segments(self) -> tuple[tuple[int, int], ...]:
         """(query length, key length) of every sequence of the batch."""
@@ -152,14 +166,16 @@ class Workload:
 
     def flops(self) -> float:
         """Exact floating-point operations of the two products (five for a backward pass)."""
-        per_pair = 2 * self.heads_q * (self.head_dim + self.head_dim_v)
-        return MODES[self.mode] * per_pair * self.visible_pairs()
+        return float(self._flops_per_pair() * self.visible_pairs())
 
     def flops_half_convention(self) -> float:
-        """4*B*H*Sq*Sk*D as papers count it: a causal mask halves the work, exactly."""
+        """4*B*H*Sq*Sk*D as papers count it, 10 of a backward: a causal mask halves it, exactly."""
         pairs = sum(len_q * len_k for len_q, len_k in self.segments())
-        per_pair = 2 * self.heads_q * (self.head_dim + self.head_dim_v)
-        return MODES[self.mode] * per_pair * pairs * (0.5 if self.causal else 1.0)
+        return self._flops_per_pair() * pairs * (0.5 if self.causal else 1.0)
+
+    def _flops_per_pair(self) -> int:
+        over_dim, over_dim_v = MODES[self.mode]
+        return 2 * self.heads_q * (over_dim * self.head_dim + over_dim_v * self.head_dim_v)
 
     def flops_reported(self) -> tuple[float, str]:
         """The work TFLOP/s are counted from, and the name of the rule.
@@ -173,18 +189,29 @@ class Workload:
         return self.flops_half_convention(), "causal=half" if self.causal else "full"
 
     def bytes(self) -> int:
-        """Least traffic of a forward pass: q, k, v in, out and lse out; K, V once per KV head."""
+        """Least traffic; K and V once per KV head.
+
+        Forward: q, k, v in, out and lse out. Backward: those five and dout in, dq, dk and dv out.
+        """
         tokens_q = sum(q for q, _ in self.segments())
         tokens_k = sum(k for _, k in self.segments())
-        width = self.head_dim + self.head_dim_v
-        elements = (tokens_q * self.heads_q + tokens_k * self.heads_kv) * width
-        return elements * DTYPE_BYTES[self.dtype] + tokens_q * self.heads_q * 4
+        queries, keys = tokens_q * self.heads_q, tokens_k * self.heads_kv
+        # How often tensors of the size of q, k, v and out move, and the lse.
+        units, of_lse = {"forward": (1, 1), "backward": (2, 1), "both": (3, 2)}[self.mode]
+        elements = units * (queries + keys) * (self.head_dim + self.head_dim_v)
+        return elements * DTYPE_BYTES[self.dtype] + of_lse * queries * 4
 
     def inputs(self, device: Any, seed: int, kind: str = "normal") -> Any:
         """Input tensors on `device`, the same for the same seed (`numerics.make_inputs`)."""
         from attnscope import numerics
 
         return numerics.make_inputs(self, kind, seed, device)
+
+    def output_gradient(self, device: Any, seed: int, kind: str = "normal") -> Any:
+        """The gradient of out (`numerics.make_output_gradients`)."""
+        from attnscope import numerics
+
+        return numerics.make_output_gradients(self, kind, seed, device)[0]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; `from_dict` takes them back."""

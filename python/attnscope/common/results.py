@@ -18,12 +18,13 @@ STATUSES = ("ok", "wrong", "skipped", "failed")
 ROW_KEYS = (
     "impl", "workload", "label", "mode", "dtype", "batch", "seqlen_q", "seqlen_k", "heads_q",
     "heads_kv", "head_dim", "head_dim_v", "causal", "window", "softcap", "varlen", "seqlens",
-    "status", "reason",
+    "deterministic", "status", "reason",
     "median_ms", "p20_ms", "p80_ms", "samples_ms", "host_us", "layout", "layouts_ms", "timer",
     "l2",
     "flops", "flops_exact", "flops_rule", "bytes", "tflops", "gbps", "pct_peak",
     "baseline", "ratio", "ratio_ci",
-    "max_abs_err", "baseline_err", "err_ratio", "margin", "checked", "kernels",
+    "max_abs_err", "baseline_err", "err_ratio", "margin", "checked", "repeatable", "gradients",
+    "kernels",
     "sm_clock_mhz", "power_w", "temperature_c", "throttled", "nvml",
 )  # fmt: skip
 # A row that lacks one of these describes no call.
