@@ -13,7 +13,7 @@ from attnscope.profile.analysis.catalog import TABLES
 from attnscope.profile.analysis.efficiency import Efficiency, efficiency
 from attnscope.profile.analysis.findings import Finding, detect
 from attnscope.profile.analysis.flops import FlopCounts, trace_device
-from attnscope.profile.analysis.invariants import check_figures
+from attnscope.profile.analysis.invariants import check_figures, check_owners
 from attnscope.profile.attribution.audit import Audit, audit
 from attnscope.profile.attribution.owners import Attribution
 from attnscope.profile.errors import ProfileError
@@ -58,8 +58,10 @@ class Result:
 
     @cached_property
     def attribution(self) -> Attribution:
-        """The owners of GPU work."""
-        return Attribution(self.trace)
+        """The owners of GPU work. Raises ProfileError if ids and launch times contradict."""
+        owners = Attribution(self.trace)
+        check_owners(owners)
+        return owners
 
     @cached_property
     def audit(self) -> Audit:

@@ -19,7 +19,7 @@ from typing import Any
 
 from attnscope.profile.trace.events import Allocation, CpuEvent, GpuEvent, Overhead, Trace
 from attnscope.profile.trace.json_stream import members, open_trace, plain
-from attnscope.profile.trace.thread_ids import correct_threads
+from attnscope.profile.trace.thread_ids import correct_threads, drop_copied_ids
 from attnscope.profile.trace.window import remove_own
 
 CPU_KINDS = {
@@ -184,6 +184,7 @@ class _Builder:
         }
         trace.cpu.sort(key=_order)
         trace.gpu.sort(key=lambda e: (e.start, e.end))
+        drop_copied_ids(trace.cpu, trace.gpu)
         correct_threads(trace.cpu, trace.gpu)
         remove_own(trace)
         trace.cpu.sort(key=_order)  # events that were cut now begin with the window
