@@ -187,9 +187,11 @@ class Result:
             seen |= names
             hits += any(name in one for one in names)
         if not self.trace.kernels:
-            raise ProfileError(f"expect: {launches} kernels of {name!r}, but there is no GPU time")
+            raise ProfileError(
+                f"kernels of {name!r} must be {launches}, got a profile without GPU time"
+            )
         if not hits:
             known = ", ".join(sorted(one[:60] for one in seen)[:20])
-            raise ProfileError(f"expect: nothing with GPU time matches {name!r}; there are {known}")
+            raise ProfileError(f"name must match an op or kernel, got {name!r}. There are {known}")
         if hits != launches:
-            raise ProfileError(f"expect: {name!r} ran {hits} kernels, not {launches}")
+            raise ProfileError(f"kernels of {name!r} must be {launches}, got {hits}")
