@@ -31,7 +31,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if "sm90" in marks and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip(f"needs a Hopper device, this one is {torch.cuda.get_device_name()}")
     if "timing" in marks and int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
-        pytest.skip("times the GPU, which several workers share: run -m timing without -n")
+        pytest.skip("measures time, which other workers disturb: run -m timing without -n")
     if "sanitizer" in marks and shutil.which("compute-sanitizer") is None:
         pytest.skip("no compute-sanitizer on PATH")
 

@@ -11,9 +11,17 @@ from rich.table import Table
 
 from attnscope.common.console import console, say
 from attnscope.common.hardware.occupancy import sm_of_arch, theoretical_occupancy
-from attnscope.common.options import bad_input
+from attnscope.common.options import (
+    HEAD_DIM,
+    SEQ_LEN,
+    Batch,
+    Causal,
+    Heads,
+    KvHeads,
+    bad_input,
+    call_sizes,
+)
 
-TOKENS, HIDDEN = 16384, 2048  # batch and heads follow from these where they are left out
 ARCHITECTURES = {"sm80": (80, 108), "sm90": (90, 132)}  # compute capability and SMs: A100, H100
 
 # The columns of a tile, and their headings.
@@ -254,26 +262,18 @@ def device_facts(arch: str | None, sms: int | None) -> tuple[int, int]:
 
 
 def kernels_command(
-    head_dim: Annotated[
-        int | None, typer.Option(help="Show the tile that serves a call with this head dim.")
-    ] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Queries of the call's sequences.")] = None,
+    head_dim: Annotated[int | None, HEAD_DIM] = None,
+    seq_len: Annotated[int | None, SEQ_LEN] = None,
     head_dim_v: Annotated[
-        int | None, typer.Option(help="Head dim of v. Left out: as of q and k.")
+        int | None, typer.Option(help="Head dim of v alone. Left out: as of q and k.")
     ] = None,
     kv_seq_len: Annotated[
-        int | None, typer.Option(help="Keys of the sequences. Left out: as many as queries.")
+        int | None, typer.Option(help="Keys of a sequence. Left out: as many as queries.")
     ] = None,
-    batch: Annotated[
-        int | None, typer.Option(help=f"Left out: {TOKENS} tokens, one sequence at least.")
-    ] = None,
-    heads: Annotated[
-        int | None, typer.Option(help=f"Query heads. Left out: {HIDDEN} / head dim.")
-    ] = None,
-    kv_heads: Annotated[
-        int | None, typer.Option(help="Key and value heads. Left out: as many as query heads.")
-    ] = None,
-    causal: Annotated[bool, typer.Option("--causal/--no-causal", help="Causal mask.")] = False,
+    batch: Batch = None,
+    heads: Heads = None,
+    kv_heads: KvHeads = None,
+    causal: Causal = False,
     window: Annotated[
         str, typer.Option(help="LEFT,RIGHT: keys around the diagonal; -1 for all of a side.")
     ] = "-1,-1",
@@ -310,16 +310,13 @@ def kernels_command(
             return
         if head_dim is None or seq_len is None:
             raise ValueError("head-dim, seq-len must be given together, got one of them")
-        heads = max(HIDDEN // max(head_dim, 1), 1) if heads is None else heads
         capability, sms = device_facts(arch, sms)
         call = Call(
             head_dim=head_dim,
             head_dim_v=head_dim if head_dim_v is None else head_dim_v,
             seqlen_q=seq_len,
             seqlen_k=seq_len if kv_seq_len is None else kv_seq_len,
-            batch=max(TOKENS // max(seq_len, 1), 1) if batch is None else batch,
-            heads_q=heads,
-            heads_kv=heads if kv_heads is None else kv_heads,
+            **call_sizes(head_dim, seq_len, batch, heads, kv_heads),
             causal=causal,
             window=parse_window(window),
             packed=packed,

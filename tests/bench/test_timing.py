@@ -2,14 +2,12 @@
 
 import time
 
-import numpy as np
 import pytest
 import torch
 
 from attnscope.bench.timing import (
     Sample,
     Settings,
-    Timing,
     WallClock,
     make_timer,
     time_interleaved,
@@ -17,6 +15,19 @@ from attnscope.bench.timing import (
 
 CPU = torch.device("cpu")
 WARM = Settings(l2="warm", min_samples=10, max_samples=10)
+
+
+class Clock:
+    """A clock that only the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_2ms(self) -> None:
+        self.now += 2e-3
 
 
 def spin_2ms() -> None:
@@ -31,6 +42,13 @@ def fixed(samples: int, **more) -> Settings:
 
 @pytest.mark.parametrize("samples", [1, 10, 100])
 def test_a_call_of_2_ms_takes_2_ms(samples):
+    clock = Clock()
+    timings = time_interleaved({"a": [clock.pass_2ms]}, WallClock(clock), fixed(samples))
+    assert timings["a"].samples_ms == pytest.approx([2.0] * samples)
+
+
+@pytest.mark.timing
+def test_the_wall_clock_times_a_call():
     took: list[float] = []
 
     def spin() -> None:
@@ -38,11 +56,9 @@ def test_a_call_of_2_ms_takes_2_ms(samples):
         spin_2ms()
         took.append((time.perf_counter() - start) * 1e3)
 
-    timings = time_interleaved({"spin": [spin]}, WallClock(), fixed(samples))
-    # 2 ms, or longer if the processor was busy.
-    assert min(took) >= 2.0
-    assert timings["spin"].samples_ms == pytest.approx(took[-samples:], rel=0.05)
-    assert len(timings["spin"].samples_ms) == samples
+    timings = time_interleaved({"spin": [spin]}, WallClock(), fixed(10))
+    assert min(took) >= 2.0  # longer if the processor is busy
+    assert timings["spin"].samples_ms == pytest.approx(took[-10:], rel=0.05)
 
 
 def test_every_impl_is_called_once_a_round_in_changing_order():
@@ -70,13 +86,16 @@ def test_sets_of_inputs_are_used_in_turn():
 
 
 def test_rounds_end_with_the_budget_but_not_before_the_least():
-    def timed(**settings) -> Timing:
-        options = Settings(l2="warm", **settings)
-        return time_interleaved({"a": [spin_2ms]}, WallClock(), options)["a"]
+    clock = Clock()
 
-    assert len(timed(min_samples=4, max_samples=50, budget_s=0.0).samples_ms) == 4
-    assert len(timed(min_samples=1, max_samples=6, budget_s=60.0).samples_ms) == 6
-    assert 2 <= len(timed(min_samples=1, max_samples=1000, budget_s=0.05).samples_ms) <= 26
+    def samples(**settings) -> int:
+        options, calls = Settings(l2="warm", **settings), {"a": [clock.pass_2ms]}
+        timings = time_interleaved(calls, WallClock(clock), options, clock=clock)
+        return len(timings["a"].samples_ms)
+
+    assert samples(min_samples=4, max_samples=50, budget_s=0.0) == 4
+    assert samples(min_samples=1, max_samples=6, budget_s=60.0) == 6
+    assert samples(min_samples=1, max_samples=1000, budget_s=0.049) == 25
 
 
 class Enqueues(WallClock):
@@ -86,6 +105,7 @@ class Enqueues(WallClock):
         return Sample(super().measure(call).ms, host_us=len(self.taken))
 
     def __init__(self) -> None:
+        super().__init__()
         self.taken: list[int] = []
 
 
@@ -160,15 +180,11 @@ def test_settings_that_make_no_sense_are_refused(settings, message):
 
 
 def test_all_samples_are_kept_in_order():
+    clock = Clock()
     waits = iter([5e-3, 15e-3, 25e-3, 10e-3] * 2)
-    took = []
 
-    def wait() -> None:  # a busy machine may wake a sleeper late, so the call says how long it was
-        start = time.perf_counter()
-        time.sleep(next(waits))
-        took.append((time.perf_counter() - start) * 1e3)
+    def wait() -> None:
+        clock.now += next(waits)
 
-    timings = time_interleaved({"a": [wait]}, WallClock(), fixed(4, warmup=4))
-    assert len(took) == 8
-    assert np.argsort(timings["a"].samples_ms).tolist() == np.argsort(took[4:]).tolist()
-    assert timings["a"].samples_ms == pytest.approx(took[4:], rel=0.05)
+    timings = time_interleaved({"a": [wait]}, WallClock(clock), fixed(4, warmup=4))
+    assert timings["a"].samples_ms == pytest.approx([5.0, 15.0, 25.0, 10.0])

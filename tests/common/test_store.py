@@ -42,9 +42,9 @@ def test_numbers_that_are_not_finite_become_null_with_the_reason(tmp_path: Path)
 
 def test_rows_have_every_key_and_no_other():
     assert tuple(strict_row(row())) == ROW_KEYS
-    with pytest.raises(ValueError, match="'colour' is no key"):
+    with pytest.raises(ValueError, match="must be in the schema, got 'colour'"):
         strict_row(row(colour="red"))
-    with pytest.raises(ValueError, match="status: 'fine'"):
+    with pytest.raises(ValueError, match="status must be one of .*, got 'fine'"):
         strict_row(row(status="fine"))
 
 
@@ -84,7 +84,7 @@ def test_an_older_file_is_kept_unless_resumed(tmp_path: Path):
 def test_a_file_of_another_experiment_is_not_resumed(tmp_path: Path):
     path = tmp_path / "r.json"
     Results.create(path, ENV, resume=False).add([row("a")])
-    with pytest.raises(ValueError, match="was made with gpu 'same', this run has 'other'"):
+    with pytest.raises(ValueError, match="resume: gpu must be 'same', as in .*, got 'other'"):
         Results.create(path, ENV | {"gpu": "other"}, resume=True)
 
 
@@ -92,9 +92,9 @@ def test_a_file_of_another_experiment_is_not_resumed(tmp_path: Path):
     ("text", "message"),
     [
         ('{"schema": 1, "env": {}, "rows": [{"tflops": NaN}]}', "NaN is not JSON"),
-        ("[]", "no schema, env and rows"),
-        ("{", "not a result file"),
-        ('{"schema": 2, "env": {}, "rows": []}', "schema 2; this version reads 1"),
+        ("[]", "must be a result file with schema, env and rows"),
+        ("{", "must be a result file in JSON, got an error"),
+        ('{"schema": 2, "env": {}, "rows": []}', "must have schema 1, got schema 2"),
     ],
 )
 def test_files_that_are_no_results_are_refused(tmp_path: Path, text, message):
@@ -121,10 +121,10 @@ def test_export_as_csv(tmp_path: Path):
 def test_export_refuses_what_it_cannot_write(tmp_path: Path, monkeypatch):
     results = Results.create(tmp_path / "r.json", ENV, resume=False)
     results.add([row("a")])
-    with pytest.raises(ValueError, match="neither .csv nor .parquet"):
+    with pytest.raises(ValueError, match="target must end in .csv or .parquet"):
         store.export(results.path, tmp_path / "r.xlsx")
     monkeypatch.setattr(store.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="needs the package pyarrow"):
+    with pytest.raises(ValueError, match="target must be .csv without pyarrow"):
         store.export(results.path, tmp_path / "r.parquet")
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnscope.integrations import transformers as registered
 from attnscope.integrations import transformers_mask
-from attnscope.studies.llama.run import judge
+from attnscope.studies.llama.run import compare_logits
 
 hf = pytest.importorskip("transformers", minversion="5.24")
 masking = pytest.importorskip("transformers.masking_utils")
@@ -84,7 +84,7 @@ def logits(model: Any, impl: str = registered.NAME, **inputs: Any) -> Tensor:
 def assert_in_bound(got: Tensor, model: Any, **inputs: Any) -> None:
     """Compare the error against fp64 with eager attention's, by the project's rule."""
     truth = logits(copy.deepcopy(model).double(), "eager", **inputs)
-    verdict = judge(got, truth, logits(model, "eager", **inputs))
+    verdict = compare_logits(got, truth, logits(model, "eager", **inputs))
     assert verdict["status"] == "ok", verdict["reason"]
 
 
@@ -362,7 +362,7 @@ def test_a_window_of_the_layer_that_is_not_the_masks_is_refused(tensors: dict[st
     want, _ = registered.forward(torch.nn.Module(), **tensors, sliding_window=WINDOW)
     got, _ = registered.forward(torch.nn.Module(), **tensors)  # a layer that does not pass it
     assert torch.equal(got, want)
-    with pytest.raises(ValueError, match=r"sliding_window must be that of the mask \(8\), got 9"):
+    with pytest.raises(ValueError, match=r"sliding_window must be the mask's \(8\), got 9"):
         registered.forward(torch.nn.Module(), **tensors, sliding_window=WINDOW + 1)
 
 

@@ -126,7 +126,7 @@ def test_the_columns_to_sort_by_are_all_with_numbers() -> None:
     table = read("ops").operators()
     texts = {"flops_rule", "peak", "flops_reason"}
     assert set(SORTED) == set(table.columns) - texts
-    with pytest.raises(ValueError, match="sort: 'peak' is not a column .* one of name, calls, "):
+    with pytest.raises(ValueError, match="sort must be a column .*, got 'peak'. .* name, calls, "):
         read("ops").print(sort="peak")
 
 
@@ -134,9 +134,7 @@ def test_the_columns_to_sort_by_are_all_with_numbers() -> None:
 def test_a_number_of_rows_that_is_none_is_refused(
     top: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(
-        ValueError, match=f"top: {top!r} is not a number of rows; an int, 1 or more"
-    ):
+    with pytest.raises(ValueError, match=f"top must be an integer of at least 1, got {top!r}"):
         read("ops").print(top=top)
     assert capsys.readouterr().out == ""
 

@@ -143,32 +143,32 @@ def test_a_file_cut_off_anywhere_is_an_error_that_says_so(tmp_path: Path) -> Non
     path = tmp_path / "cut.json"
     for size in [*range(0, len(whole) - 60, 997), len(whole.rstrip()) - 1]:
         path.write_bytes(whole[:size])
-        with pytest.raises(ValueError, match=r"cut\.json: (cut off at character \d+|it is empty)"):
+        with pytest.raises(ValueError, match=r"cut\.json must .*(cut off at character \d+|empty)"):
             read_trace(path)
     packed = tmp_path / "cut.json.gz"
     packed.write_bytes((RECORDED / "raw.json.gz").read_bytes()[:-500])
-    with pytest.raises(ValueError, match=r"cut\.json\.gz: cut off"):
+    with pytest.raises(ValueError, match=r"cut\.json\.gz must be a whole file, got"):
         read_trace(packed)
     text = json.dumps({"traceEvents": [op('"näm" 漢字', 1, 2)], "a": 1.5}, ensure_ascii=False)
     for size in range(len(text.encode())):
         path.write_bytes(text.encode()[:size])
-        with pytest.raises(ValueError, match=r"cut\.json: (cut off at character \d+|it is empty)"):
+        with pytest.raises(ValueError, match=r"cut\.json must .*(cut off at character \d+|empty)"):
             read_trace(path)
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("hello", "'{' is expected"),
+        ("hello", "'h' where '{' is expected"),
         ("[1, 2]", "'{' is expected"),
-        ('{"a": 1}', "no traceEvents"),
+        ('{"a": 1}', "have a list traceEvents, got"),
         ('{"traceEvents": {}}', r"'\[' is expected"),
         ('{"traceEvents": [1]}', "event 1"),
         ('{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "a"}]}', "event 1 .*'ts'"),
         ('{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "a", "ts": "x"}]}', "event 1"),
         ('{"traceEvents": [{"ph": "X", "cat": "kernel", "ts": 1, "dur": -1}]}', "event 1 .*dur -1"),
         ('{"traceEvents": [], 5: 1}', "a key is expected"),
-        ('{"traceEvents": []} {}', "not JSON at character 20: it goes on after the end"),
+        ('{"traceEvents": []} {}', "text after the end of the object, at character 20"),
     ],
 )
 def test_a_file_that_is_no_trace_is_an_error_that_says_why(
@@ -176,7 +176,7 @@ def test_a_file_that_is_no_trace_is_an_error_that_says_why(
 ) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match=f"other.json: .*{said}"):
+    with pytest.raises(ValueError, match=f"other.json must .*{said}"):
         read_trace(path)
 
 
@@ -187,7 +187,7 @@ def test_garbage_in_the_middle_is_not_taken_for_a_cut(
     path = tmp_path / "garbled.json"
     good = json.dumps(op("a", 1, 2))
     path.write_text('{"traceEvents": [' + ",".join([good, "{oops}", *[good] * 100]) + "]}")
-    with pytest.raises(ValueError, match=r"not JSON at character \d+"):
+    with pytest.raises(ValueError, match=r"must be JSON, got .*, at character \d+"):
         read_trace(path)
 
 
@@ -195,7 +195,7 @@ def test_missing_and_packed_nonsense_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="No such file"):
         read_trace(tmp_path / "none.json")
     (tmp_path / "no.json.gz").write_bytes(b"not gzip at all")
-    with pytest.raises(ValueError, match="damaged"):
+    with pytest.raises(ValueError, match="must be a whole file, got Not a gzipped file"):
         read_trace(tmp_path / "no.json.gz")
 
 
@@ -346,8 +346,8 @@ def test_a_name_may_have_quotes_in_it(
         assert [event.name for event in read_trace(path).cpu] == names
 
 
-def test_a_trace_without_events_is_said_to_be_none(tmp_path: Path) -> None:
+def test_a_file_without_events_is_no_trace(tmp_path: Path) -> None:
     for text in ("{}", '{"a": 1}'):
         (tmp_path / "no.json").write_text(text)
-        with pytest.raises(ValueError, match=r"no\.json: it has no traceEvents"):
+        with pytest.raises(ValueError, match=r"no\.json must have a list traceEvents"):
             read_trace(tmp_path / "no.json")

@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from attnscope.profile.render.document import Document, Section
 from attnscope.studies.isolation import run_apart
 from attnscope.studies.lm.model import ModelConfig
 from attnscope.studies.lm.pair import pair_report, recipes, runs
+from attnscope.studies.lm.records import ProfiledModel, read_model
 from attnscope.studies.lm.report import model_report
 from attnscope.studies.lm.run import Run, run_all
-from attnscope.studies.records import Record, check_record, checked, part_times
-from attnscope.studies.summary import place, summarise
+from attnscope.studies.records import Row
+from attnscope.studies.summary import gpu_work, place
 
 ENV = {"gpu": "NVIDIA H200", "torch": "2.11", "time": "now"}
 TINY = ModelConfig(d_model=32, d_ff=64, layers=1, heads=2, context=8, vocabulary=20)
@@ -39,10 +41,10 @@ def section(document: Document, title: str) -> Section:
 
 
 def test_a_made_step_by_phase_and_part(tmp_path: Path) -> None:
-    found = summarise(step(tmp_path))
+    found = gpu_work(step(tmp_path))
     times: Counter[tuple[str, str, str]] = Counter()
-    for row in found["kernels"]:
-        times[row["phase"], row["part"], row["category"]] += row["total_us"]
+    for row in found.kernels:
+        times[row.phase, row.part, row.category] += row.total_us
     assert times == {
         ("forward", "Add & Norm", "norm"): 3.0,
         ("forward", "Attention Core", "GEMM"): 22.0,
@@ -53,33 +55,33 @@ def test_a_made_step_by_phase_and_part(tmp_path: Path) -> None:
         ("backward", "Attention Core", "GEMM"): 25.0,
         ("optimizer", "(outside)", "elementwise"): 15.0,
     }
-    assert found["total_us"] == 210.0
-    assert {k: p["kernel_us"] for k, p in found["phases"].items()} == {
+    assert found.total_us == 210.0
+    assert {k: p.kernel_us for k, p in found.phases.items()} == {
         "forward": 90.0,
         "backward": 105.0,
         "optimizer": 15.0,
     }
-    assert found["owned"] == 1.0
-    flops = {(row["phase"], row["part"]): row["flops"] for row in found["flops"]}
+    assert found.owned == 1.0
+    flops = {(row.phase, row.part): row.flops for row in found.flops}
     assert flops["forward", "Attention Core"] == 2 * 2 * 2 * 8 * 8 * 4
     assert flops["backward", "Attention Core"] == 2 * 2 * 8 * 8 * 4
     assert flops["forward", "MLP"] == 2 * 16 * 8 * 32
-    assert found["softmax_flops"] == {"forward": 5 * 2 * 8 * 8}
-    json.dumps(found, allow_nan=False)
+    assert found.softmax_flops == {"forward": 5 * 2 * 8 * 8}
+    json.dumps(asdict(found), allow_nan=False)
 
 
 @pytest.mark.parametrize("name", ["train", "stack"])
 def test_a_recorded_step_adds_up(name: str) -> None:
     owners = Profile.read(RECORDED / f"{name}.json.gz")
-    found = summarise(owners)
+    found = gpu_work(owners)
     times: Counter[str] = Counter()
-    for row in found["kernels"]:
-        times[row["phase"]] += row["total_us"]
+    for row in found.kernels:
+        times[row.phase] += row.total_us
     assert sum(times.values()) == pytest.approx(sum(k.duration for k in owners.trace.kernels) / 1e3)
     assert set(times) == {"forward", "backward", "optimizer"}
-    for phase, about in found["phases"].items():
-        assert about["kernel_us"] == pytest.approx(times[phase])
-    assert sum(row["calls"] for row in found["kernels"]) == len(owners.trace.kernels)
+    for phase, about in found.phases.items():
+        assert about.kernel_us == pytest.approx(times[phase])
+    assert sum(row.calls for row in found.kernels) == len(owners.trace.kernels)
 
 
 def test_backward_belongs_to_the_part_of_its_forward_op(tmp_path: Path) -> None:
@@ -92,34 +94,34 @@ def test_backward_belongs_to_the_part_of_its_forward_op(tmp_path: Path) -> None:
 def test_a_step_without_kernels_is_no_record(tmp_path: Path) -> None:
     owners = step(tmp_path)
     owners.trace.gpu = []
-    with pytest.raises(ValueError, match="no kernel ran"):
-        summarise(owners)
+    with pytest.raises(ValueError, match="trace must have a kernel, got none"):
+        gpu_work(owners)
 
 
 # Processes
 
 
-def die(run: Run) -> Record:
+def die(run: Run) -> Row:
     os.kill(os.getpid(), 9)
     return {}
 
 
-def leave(run: Run) -> Record:
+def leave(run: Run) -> Row:
     os._exit(7)
 
 
-def hang(run: Run) -> Record:
+def hang(run: Run) -> Row:
     time.sleep(60)
     return {}
 
 
-def run_out(run: Run) -> Record:
+def run_out(run: Run) -> Row:
     import torch
 
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
 
-def go_wrong(run: Run) -> Record:
+def go_wrong(run: Run) -> Row:
     raise KeyError("weights")
 
 
@@ -143,12 +145,12 @@ def test_records_are_saved_as_they_come_and_not_made_twice(tmp_path: Path) -> No
     path, seen = tmp_path / "lm.json", []
     todo = [tiny(), tiny("cpu"), tiny("cuda")]
 
-    def told(one: Record) -> None:
+    def see(one: Row) -> None:
         seen.append((one["impl"], one["status"]))
         assert one in read_record(path)["rows"]
 
     results = Results.create(path, {"device": "cpu"}, resume=False)
-    run_all(todo, results, on_done=told)
+    run_all(todo, results, on_done=see)
     assert seen == [("naive", "ok"), ("cpu", "ok"), ("cuda", "skipped")]
     naive, cpu, cuda = read_record(path)["rows"]
     assert set(naive["wall_ms"]) == set(cpu["wall_ms"]) == {"forward", "backward", "optimizer"}
@@ -156,80 +158,79 @@ def test_records_are_saved_as_they_come_and_not_made_twice(tmp_path: Path) -> No
     assert cuda["reason"] == "cuda: runs on cuda only, not on cpu"
     assert naive["no_kernels"].startswith("no GPU")
     again = Results.create(path, {"device": "cpu"}, resume=True)
-    run_all(todo, again, on_done=told)
+    run_all(todo, again, on_done=see)
     assert len(seen) == 3
     again.rows[0] |= {"status": "failed", "reason": "out of memory"}
-    run_all(todo, again, on_done=told)
+    run_all(todo, again, on_done=see)
     assert seen[3:] == [("naive", "ok")]
     assert [row["impl"] for row in again.rows] == ["naive", "cpu", "cuda"]
     again.rows[1] |= {"wall_ms": {}}  # impossible: a forward pass takes some time
-    run_all(todo, again, on_done=told)
+    run_all(todo, again, on_done=see)
     assert seen[4:] == [("cpu", "ok")]
 
 
 # Impossible records
 
 
-def _more(one: Record) -> None:
+def _more(one: Row) -> None:
     one["kernels"][0]["total_us"] += 1.0
 
 
-def _backward_is_nothing(one: Record) -> None:
+def _backward_is_nothing(one: Row) -> None:
     one["phases"]["backward"]["kernel_us"] = 0.0
 
 
-def _forward_over_step(one: Record) -> None:
+def _forward_over_step(one: Row) -> None:
     one["phases"]["forward"]["kernel_us"] = 1.646 * one["total_us"]
 
 
-def _busy_over_wall(one: Record) -> None:
+def _busy_over_wall(one: Row) -> None:
     one["phases"]["forward"]["wall_us"] = 1.0
 
 
-def _lost_a_call(one: Record) -> None:
+def _lost_a_call(one: Row) -> None:
     one["kernels"][0]["calls"] += 1
 
 
-def _owned(one: Record) -> None:
+def _owned(one: Row) -> None:
     one["owned"] = 1.02
 
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (_more, "the sum of kernels is 211.000 us, it must be 210.000 us"),
-        (_backward_is_nothing, "the sum of backward kernels is 105.000 us, it must be 0.000 us"),
-        (_forward_over_step, "the sum of the phases: 465.660 us of 210.000 us"),
-        (_busy_over_wall, "forward: busy of its range: 90.000 us of 1.000 us"),
-        (_lost_a_call, "kernels in rows"),
-        (_owned, "owned is 1.02"),
+        (_more, "the sum of kernels must be 210.000 us, got 211.000 us"),
+        (_backward_is_nothing, "backward: the sum of kernels must be 0.000 us, got 105.000 us"),
+        (_forward_over_step, "the sum of the phases must be at most 210.000 us, got 465.660 us"),
+        (_busy_over_wall, "forward: busy_us of wall_us must be at most 1.000 us, got 90.000 us"),
+        (_lost_a_call, "backward: kernels must be 3, as in rows, got 2"),
+        (_owned, "owned must be at least 0 and at most 1, got 1.02"),
     ],
 )
 def test_a_record_that_cannot_be_true_is_refused(tmp_path: Path, wrong: Any, says: str) -> None:
     good, bad = record(tmp_path, scale=2.0), record(tmp_path, context=16)
-    check_record(bad)
+    assert read_model(bad, "record 1").status == "ok"
     wrong(bad)
-    with pytest.raises(ProfileError, match="made 16 naive: "):
-        check_record(bad)
-    assert checked(bad)["status"] == "refused"
-    assert says in checked(bad)["reason"]
+    found = read_model(bad, "record 1")
+    assert found.status == "refused" and says in str(found.reason)
     document = model_report([good, bad], ENV)
     row = section(document, "Configurations").rows[1]
     assert (row["status"], says in row["reason"]) == ("refused", True)
+    assert row["reason"].startswith("made 16 naive: ")
     for part in document.sections[1:]:
         assert all(row["context"] == 8 for row in part.rows)
 
 
 def test_a_table_of_constants_is_refused(tmp_path: Path) -> None:
     same = [record(tmp_path, context=context) for context in (8, 16)]
-    with pytest.raises(ProfileError, match=r"2 configurations have 210\.0 us of kernels each"):
+    with pytest.raises(ProfileError, match=r"must differ .*, got 210\.0 us in 2"):
         model_report(same, ENV)
 
 
 def test_a_share_that_cannot_be_is_refused() -> None:
     with pytest.raises(ProfileError, match="a %"):
         Section("t", "", [{"name": "x", "a %": 164.6}])
-    with pytest.raises(ProfileError, match="no number"):
+    with pytest.raises(ProfileError, match="ms of x must be finite, got nan"):
         Section("t", "", [{"name": "x", "ms": float("nan")}])
 
 
@@ -331,7 +332,9 @@ def test_inside_attention_by_flop(document: Document) -> None:
 
 
 def test_parts_sum_to_the_step(tmp_path: Path) -> None:
-    times = part_times(record(tmp_path))
+    found = read_model(record(tmp_path), "record 1")
+    assert isinstance(found, ProfiledModel)
+    times = found.part_times()
     assert times["Attention Core"] == 72.0
     assert times["MLP"] == 120.0
     assert times["optimizer"] == 15.0
@@ -403,7 +406,7 @@ def test_the_pair_by_token(tmp_path: Path) -> None:
 
 def test_a_pair_without_its_plain_side_is_nothing_to_compare(tmp_path: Path) -> None:
     lost = record(tmp_path) | {"model": "plain", "status": "failed", "reason": "out of memory"}
-    with pytest.raises(ValueError, match="nothing to compare: plain: out of memory"):
+    with pytest.raises(ValueError, match="got none: plain: out of memory"):
         pair_report([lost, record(tmp_path, 16)], ENV)
 
 

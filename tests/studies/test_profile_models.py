@@ -68,13 +68,13 @@ def test_parameters_are_counted_as_the_model_has_them() -> None:
 
 
 def test_a_model_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"model: 'huge' is not one of small, .*2\.7B, tiny"):
+    with pytest.raises(ValueError, match=r"model must be one of small, .*2\.7B, tiny, got 'huge'"):
         model_config("huge", 128)
-    with pytest.raises(ValueError, match=r"d_model: 30 is not a multiple of heads \(4\)"):
+    with pytest.raises(ValueError, match=r"d_model must be a multiple of heads \(4\), got 30"):
         ModelConfig(d_model=30, d_ff=1, layers=1, heads=4, context=1)
-    with pytest.raises(ValueError, match="context: 0 is not an integer"):
+    with pytest.raises(ValueError, match="context must be an integer of at least 1, got 0"):
         model_config("small", 0)
-    with pytest.raises(ValueError, match="precision: 'int8' is not one of"):
+    with pytest.raises(ValueError, match="precision must be one of .*, got 'int8'"):
         training(precision="int8")
     with pytest.raises(ValueError, match="impl: 'nope' is not one of"):
         training("nope")

@@ -24,6 +24,7 @@ from attnscope.studies.ops import command as ops_command
 from attnscope.studies.ops import run as ops_run
 from attnscope.studies.ops.kineto import Averages, record_with_averages
 from attnscope.studies.ops.reconcile import Work, compare, measurements
+from attnscope.studies.ops.records import read_attempts
 from attnscope.studies.ops.report import attribution_report, missed
 from attnscope.studies.ops.run import (
     CALLS,
@@ -38,7 +39,7 @@ from attnscope.studies.ops.run import (
     raw_kernels,
     summarise,
 )
-from attnscope.studies.records import Record
+from attnscope.studies.records import Row
 
 CPU = torch.device("cpu")
 # All ops with kernels in the recording `ops`, three calls each.
@@ -60,7 +61,11 @@ def case(rows: dict[str, int], impl: str | None = None) -> Case:
     return Case(name="mine", rows=rows, make=lambda device: lambda: None, impl=impl)
 
 
-def tools(row_us: float, events_us: float) -> list[Record]:
+def failures(record: Row) -> list[str]:
+    return missed(read_attempts([record])[0])
+
+
+def tools(row_us: float, events_us: float) -> list[Row]:
     """The result of `reconcile` for a call of one kernel that cannot be captured."""
     work = Work([row_us] * CALLS, pieces=1)
     events = Timing(samples_ms=[events_us / 1e3] * CALLS)
@@ -102,10 +107,9 @@ def test_rows_that_have_every_kernel_meet_the_bars() -> None:
 
 def test_a_row_that_lacks_kernels_misses_its_bar() -> None:
     rows = dict(list(EVERYTHING.items())[1:])
-    record = {"status": "ok"} | summarise(*read("ops"), case(rows), 3)
-    record["bars"] = bars(record, [])
-    (said,) = missed(record)
-    assert said.startswith("raw kernels: -0.") and said.endswith("allowed -0.01000 to 0.01000")
+    record = Start("mine").key | summarise(*read("ops"), case(rows), 3) | {"tools": []}
+    (said,) = failures(record | {"bars": bars(record, [])})
+    assert said.startswith("raw kernels must be between -0.01000 and 0.01000, got -0.")
 
 
 def test_a_first_call_has_module_loading_in_kinetos_figure_and_not_in_ours() -> None:
@@ -127,8 +131,8 @@ def test_work_that_no_op_owns_misses_the_bar() -> None:
 @pytest.mark.parametrize(
     ("rows", "impl", "calls", "says"),
     [
-        ({"aten::nothing": 1}, None, 3, "no row aten::nothing; there are .*aten::mm"),
-        ({"aten::mm": 2}, None, 3, "aten::mm was called 3 times, not 6"),
+        ({"aten::nothing": 1}, None, 3, "must have a row aten::nothing, got only .*aten::mm"),
+        ({"aten::mm": 2}, None, 3, "aten::mm must have 6 calls, got 3"),
         ({"aten::mm": 1}, "sdpa-cudnn", 3, "sdpa-cudnn ran .*; expected one that matches"),
     ],
 )
@@ -200,7 +204,7 @@ def test_a_measured_case_has_tools_and_bars(monkeypatch: pytest.MonkeyPatch) -> 
     record = measure(case(EVERYTHING), CPU)
     assert asked == [3]
     assert [bar["met"] for bar in record["bars"]] == [True] * 3
-    assert (record["call"], record["start"], missed(record)) == ("mine", "warm", [])
+    assert (record["call"], record["start"], failures(record)) == ("mine", "warm", [])
     report = attribution_report([record], {"gpu": "H200"})
     assert "1 rows: 1 measured, 0 of all miss a bar or failed." in report.lead[1]
     summary, kineto, several = report.sections
@@ -214,11 +218,11 @@ def test_what_is_not_there_is_a_row_with_the_reason(
     """Without a GPU, impls report their requirements and the other cases fail."""
     monkeypatch.setattr(ops_run, "MATMUL", 16)
     results = Results(tmp_path / "attribution.json", {})
-    told: list[str] = []
+    statuses: list[str] = []
     cases = [one for one in CASES if one.impl != "sdpa-flash"]  # it would run on a CPU
-    measure_all(results, CPU, lambda record: told.append(record["status"]), cases)
+    measure_all(results, CPU, lambda record: statuses.append(record["status"]), cases)
     records = read_record(results.path)["rows"]
-    assert records == results.rows and told == [record["status"] for record in records]
+    assert records == results.rows and statuses == [record["status"] for record in records]
     assert [record["call"] for record in records] == [*(one.name for one in cases), *COLD_CASES]
     by_name = {record["call"]: record for record in records if record["start"] == "warm"}
     assert by_name["cuda"]["status"] == by_name["fa3"]["status"] == "skipped"
@@ -250,7 +254,7 @@ def test_cold_cases_are_cases() -> None:
 
 
 def fake_command(
-    records: list[Record], folder: Path, monkeypatch: pytest.MonkeyPatch
+    records: list[Row], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[int, str]:
     """The command on a machine that has a GPU, with these records."""
     monkeypatch.setattr(ops_command, "pick_device", lambda name: torch.device("cuda", 0))
@@ -305,7 +309,10 @@ def test_the_command_replaces_no_records_and_names_what_it_cannot_write(
     assert fake_command([absent], tmp_path, monkeypatch)[0] == 1
     before = (tmp_path / "attribution.json").read_bytes()
     code, said = fake_command([absent], tmp_path, monkeypatch)
-    assert (code, "attribution.json exists and is kept; give another" in said) == (2, True), said
+    assert (code, "attribution.json, which exists" in said) == (
+        2,
+        True,
+    ), said
     assert (tmp_path / "attribution.json").read_bytes() == before
     (tmp_path / "new" / "attribution.md").mkdir(parents=True)
     code, said = fake_command([absent], tmp_path / "new", monkeypatch)
@@ -324,4 +331,4 @@ def test_a_cold_case_needs_a_gpu() -> None:
 @pytest.mark.parametrize("name", ["matmul", "sdpa-flash, forward and backward"])
 def test_a_case_meets_its_bars_on_a_gpu(name: str) -> None:
     record = measure(next(one for one in CASES if one.name == name), torch.device("cuda", 0))
-    assert missed(record) == []
+    assert failures(record) == []

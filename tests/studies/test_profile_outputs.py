@@ -29,27 +29,31 @@ def test_a_folder_is_made_and_nothing_is_left_in_it(tmp_path: Path) -> None:
     assert list((tmp_path / "a" / "b").iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_is_told_at_once(
+def test_a_folder_that_cannot_be_written_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match="output: /dev/null: File exists"):
+    with pytest.raises(
+        ValueError, match="output must be a writable folder, got /dev/null: File exists"
+    ):
         make_folder(Path("/dev/null"))
-    with pytest.raises(ValueError, match="output: /proc/1"):  # fails for root too
+    with pytest.raises(
+        ValueError, match="output must be a writable folder, got /proc/1"
+    ):  # fails for root too
         make_folder(Path("/proc/1"))
 
     def full(**options: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("tempfile.TemporaryFile", full)
-    with pytest.raises(ValueError, match=f"output: {tmp_path}: No space left on device"):
+    with pytest.raises(ValueError, match=f"got {tmp_path}: No space left on device"):
         make_folder(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("resume", "says"),
     [
-        (None, "lm.json exists and is kept; give another --output"),
-        (False, "lm.json exists and is kept; go on with it by --resume, or give another --output"),
+        (None, "lm.json, which exists and is kept. Give another --output$"),
+        (False, "kept. Give another --output, or go on with it by --resume$"),
     ],
 )
 def test_records_are_not_replaced(tmp_path: Path, resume: bool | None, says: str) -> None:
@@ -70,17 +74,17 @@ def test_records_are_gone_on_with(tmp_path: Path) -> None:
 @pytest.mark.parametrize("resume", [True, False])
 def test_a_folder_in_the_place_of_a_file(tmp_path: Path, suffix: str, resume: bool) -> None:
     (tmp_path / f"lm{suffix}").mkdir()
-    with pytest.raises(ValueError, match=f"output: .*lm{suffix}: Is a directory"):
+    with pytest.raises(ValueError, match=f"output must have no folder lm{suffix}, got"):
         start(tmp_path / "lm", ENV, resume)
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "not a result file: Expecting value"),
-        ("\xff\x00", "not a result file"),
-        ("[]", "no schema, env and rows in it"),
-        (json.dumps({"schema": 2, "env": ENV, "rows": []}), "schema 2; this version reads 1"),
+        ("", "must be a result file in JSON, got an error: Expecting value"),
+        ("\xff\x00", "must be a result file in JSON"),
+        ("[]", "must be a result file with schema, env and rows"),
+        (json.dumps({"schema": 2, "env": ENV, "rows": []}), "must have schema 1, got schema 2"),
         (
             json.dumps({"schema": 1, "env": [], "rows": []}),
             "env must be an object",
@@ -89,7 +93,10 @@ def test_a_folder_in_the_place_of_a_file(tmp_path: Path, suffix: str, resume: bo
             json.dumps({"schema": 1, "env": ENV, "rows": 3}),
             "and rows a list",
         ),
-        (json.dumps({"schema": 1, "env": {"device": "cuda"}, "rows": []}), "made with device"),
+        (
+            json.dumps({"schema": 1, "env": {"device": "cuda"}, "rows": []}),
+            "resume: device must be 'cuda', as in .*, got 'cpu'",
+        ),
     ],
 )
 def test_what_is_no_result_file_is_not_gone_on_with(tmp_path: Path, text: str, says: str) -> None:

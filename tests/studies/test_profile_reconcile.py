@@ -39,13 +39,13 @@ def test_calls_without_gpu_work_are_an_error(tmp_path: Path) -> None:
     made.range(CALL, 0, 30)
     made.kernel("a", 40, 20, launch=5)
     made.range(CALL, 100, 30)
-    with pytest.raises(ValueError, match="fn: 1 of 2 calls ran nothing on the GPU"):
+    with pytest.raises(ValueError, match="fn must run GPU work in each of 2 calls, got none in 1"):
         work_of_calls(made.attribution(tmp_path))
-    with pytest.raises(ValueError, match="fn: 0 of 0 calls"):
+    with pytest.raises(ValueError, match="fn must run GPU work in each of 0 calls"):
         work_of_calls(recorded("ops"))
 
 
-def test_differences_are_held_against_what_a_tool_may_see() -> None:
+def test_differences_are_compared_with_what_a_tool_may_see() -> None:
     table = compare(
         [
             Measurement("reference", [100.0, 99.0, 101.0], "nothing"),
@@ -64,7 +64,7 @@ def test_differences_are_held_against_what_a_tool_may_see() -> None:
     none = table.loc["none"]
     assert none[["median_us", "difference", "agrees"]].isna().all()
     assert none["reason"] == "cannot be captured" and none["samples"] == 0
-    with pytest.raises(ValueError, match="has no samples"):
+    with pytest.raises(ValueError, match="must begin with the reference and its samples, got none"):
         compare([Measurement("none")])
 
 
@@ -86,10 +86,10 @@ def test_each_tool_says_what_it_sees_beyond_the_kernels() -> None:
 
 def test_bad_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="fn: there is no CUDA device"):
+    with pytest.raises(ValueError, match="fn must run on a CUDA device"):
         reconcile(lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ValueError, match="samples: is 1"):
+    with pytest.raises(ValueError, match="samples must be at least 2, got 1"):
         reconcile(lambda: None, samples=1)
 
 

@@ -11,8 +11,9 @@ import pytest
 from step_trace import record
 
 from attnscope.studies.lm.pair import pair_report
+from attnscope.studies.lm.records import ProfiledModel, TimedModel, read_model, read_models
 from attnscope.studies.lm.report import model_report
-from attnscope.studies.records import Record, check_configurations, check_record, checked
+from attnscope.studies.records import Row
 
 GPU_KEYS = ("total_us", "owned", "phases", "kernels", "flops", "softmax_flops", "efficiency")
 IDENTITY = {"model", "impl", "precision", "context", "batch", "parameters", "status", "reason"}
@@ -23,7 +24,7 @@ Place = tuple[str | int, ...]
 
 
 @pytest.fixture(params=["GPU", "CPU"])
-def good(request: pytest.FixtureRequest, tmp_path: Path) -> Record:
+def good(request: pytest.FixtureRequest, tmp_path: Path) -> Row:
     found = record(tmp_path, context=16)
     found["findings"] = [{"kind": "tiny grid", "title": "one kernel"}]
     if request.param == "CPU":
@@ -41,7 +42,7 @@ def places(value: Any, at: Place = ()) -> Iterator[Place]:
             yield from places(value[key], (*at, key))
 
 
-def damaged(found: Record, at: Place, value: object) -> Record:
+def damaged(found: Row, at: Place, value: object) -> Row:
     copied: Any = copy.deepcopy(found)
     inner = copied
     for key in at[:-1]:
@@ -53,13 +54,13 @@ def damaged(found: Record, at: Place, value: object) -> Record:
     return copied
 
 
-def test_a_record_as_measured_is_believed(good: Record) -> None:
-    check_configurations([good])
-    check_record(good)
-    assert checked(good) is good
+def test_a_record_as_measured_is_believed(good: Row) -> None:
+    (found,) = read_models([good])
+    assert isinstance(found, TimedModel) and found.status == "ok"
+    assert isinstance(found, ProfiledModel) == (good["no_kernels"] is None)
 
 
-def test_damage_anywhere_is_refused_or_harmless(good: Record, tmp_path: Path) -> None:
+def test_damage_anywhere_is_refused_or_harmless(good: Row, tmp_path: Path) -> None:
     """After any loss or replacement, the record is refused or its reports can be written."""
     other = record(tmp_path, scale=2.0) | {"model": "other"}
     refused = 0
@@ -67,14 +68,13 @@ def test_damage_anywhere_is_refused_or_harmless(good: Record, tmp_path: Path) ->
         for value in WRONG:
             bad = damaged(good, at, value)
             try:
-                check_configurations([other, bad])
+                row = read_models([other, bad])[1]
             except ValueError as error:
                 assert at[0] in IDENTITY and "record 2" in str(error)
                 continue
-            row = checked(bad)
-            if row["status"] == "refused":
+            if row.status == "refused":
                 refused += 1
-                assert row["reason"].startswith("made 16 naive")
+                assert str(row.reason).startswith("made 16 naive")
                 continue
             model_report([other, bad], {})
             if bad["status"] == "ok" and not bad["no_backward"]:
@@ -85,26 +85,24 @@ def test_damage_anywhere_is_refused_or_harmless(good: Record, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("at", "value", "says"),
     [
-        (("phases", "backward"), LOST, "its phases are forward, optimizer"),
-        (("kernels", 0, "category"), "magic", "kernels 0: category is 'magic'"),
-        (("kernels", 0, "phase"), "sideways", "kernels 0: phase is 'sideways'"),
-        (("efficiency", "gpu_utilisation"), 1.5, "efficiency: gpu_utilisation is 1.5"),
-        (("wall_ms", "backward"), LOST, "backward has no wall time"),
-        (("wall_ms", "forward", 0), 0.0, "forward has no wall time"),
-        (("flops", 0, "flops"), -5, "flops 0: flops is -5"),
-        (("owned",), LOST, "lacks 'owned'"),
+        (("phases", "backward"), LOST, ": phases must have backward, got forward, optimizer"),
+        (("kernels", 0, "category"), "magic", ": kernels 0: category must be one of GEMM, "),
+        (("kernels", 0, "phase"), "sideways", ": kernels 0: phase must be one of forward, "),
+        (("efficiency", "gpu_utilisation"), 1.5, ": efficiency: gpu_utilisation must be at least"),
+        (("wall_ms", "backward"), LOST, ": backward must have wall times above 0, got none"),
+        (("wall_ms", "forward", 0), 0.0, ": forward must have wall times above 0, got none"),
+        (("flops", 0, "flops"), -5, ": flops 0: flops must be at least 0, got -5"),
+        (("flops", 0, "flops"), 1.5, ": flops 0: flops must be an integer, got 1.5"),
+        (("owned",), LOST, " must have the key owned, got none"),
     ],
 )
 def test_the_reason_says_where(tmp_path: Path, at: Place, value: object, says: str) -> None:
-    found = checked(damaged(record(tmp_path), at, value))
-    assert (found["status"], found["reason"]) == (
-        "refused",
-        f"made 8 naive: {says}".replace(": lacks", " lacks"),
-    )
+    found = read_model(damaged(record(tmp_path), at, value), "record 1")
+    assert found.status == "refused" and str(found.reason).startswith(f"made 8 naive{says}")
 
 
 def test_rows_of_something_else_are_no_records() -> None:
-    with pytest.raises(ValueError, match="not a file of models: record 1 lacks 'model'"):
-        check_configurations([{"impl": "cuda", "workload": "forward", "status": "ok"}])
-    with pytest.raises(ValueError, match="record 1 is 7"):
-        check_configurations([7])
+    with pytest.raises(ValueError, match="record 1 must have the key model, got none"):
+        read_models([{"impl": "cuda", "workload": "forward", "status": "ok"}])
+    with pytest.raises(ValueError, match="record 1 must be an object, got 7"):
+        read_models([7])

@@ -20,6 +20,7 @@ from attnscope.studies.llama import run
 from attnscope.studies.llama.command import transformers_command
 from attnscope.studies.llama.report import transformers_report
 from attnscope.studies.parts import ATTENTION, CORE, EMBEDDING, FORWARD, LOSS, MLP
+from attnscope.studies.records import Row
 
 TINY = run.Llama(layers=2, hidden=64, heads=4, kv_heads=2, vocabulary=512, batch=2, context=96)
 SMALL = "--layers 1 --hidden 32 --heads 4 --kv-heads 2 --batch 2 --context 16 --device cpu".split()
@@ -74,11 +75,11 @@ def test_the_bar_of_all_logits_is_below_that_of_a_row() -> None:
     truth = torch.randn(2, 64, 128, dtype=torch.float64)
     usual = (truth + 0.02 * torch.randn_like(truth)).bfloat16()
     more = (truth + 0.03 * torch.randn_like(truth)).bfloat16()
-    assert run.judge(usual, truth, usual)["status"] == "ok"
-    found = run.judge(more, truth, usual)
+    assert run.compare_logits(usual, truth, usual)["status"] == "ok"
+    found = run.compare_logits(more, truth, usual)
     assert found["status"] == "wrong" and found["margin"] < 1 and found["rms_ratio"] > run.RMS_BAR
     usual[0, 3, 5] = float("nan")
-    assert run.judge(usual, truth, usual)["status"] == "wrong"
+    assert run.compare_logits(usual, truth, usual)["status"] == "wrong"
 
 
 # Passes
@@ -120,7 +121,10 @@ def test_command_writes_records_and_report(tmp_path: Path) -> None:
     assert "no GPU" in report and "with the profiler ms" in report
     assert (tmp_path / "transformers.html").exists()
     code, said = command(*SMALL, "--output", str(tmp_path))
-    assert (code, "transformers.json exists and is kept; give another" in said) == (2, True), said
+    assert (code, "transformers.json, which exists" in said) == (
+        2,
+        True,
+    ), said
     assert json.loads((tmp_path / "transformers.json").read_text()) == content
 
 
@@ -150,15 +154,18 @@ def test_bad_input_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     output = ("--output", str(tmp_path / "out"))
     monkeypatch.setitem(sys.modules, "transformers", None)
     code, said = command(*SMALL, *output)
-    assert (code, "transformers is not installed; pip install" in said) == (2, True), said
+    assert (code, "transformers must be installed, got" in said) == (
+        2,
+        True,
+    ), said
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(__version__="4.57.1"))
     code, said = command(*SMALL, *output)
-    assert (code, "transformers is 4.57.1; needed: 5 or later" in said) == (2, True), said
+    assert (code, "transformers must be 5 or later, got 4.57.1" in said) == (2, True), said
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(__version__="5.24.0"))
     code, said = command(*SMALL, "--kv-heads", "3", *output)
-    assert (code, "heads: 4 is not a multiple of kv_heads (3)" in said) == (2, True), said
+    assert (code, "heads must be a multiple of kv_heads (3), got 4" in said) == (2, True), said
     code, said = command(*SMALL, "--hidden", "12", *output)
-    assert (code, "hidden: 12 is not an even multiple of heads (4)" in said) == (2, True), said
+    assert (code, "hidden must be an even multiple of heads (4), got 12" in said) == (2, True), said
     assert not (tmp_path / "out").exists()
 
 
@@ -166,7 +173,7 @@ def test_bad_input_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture
-def records(tmp_path: Path) -> list[run.Record]:
+def records(tmp_path: Path) -> list[Row]:
     with gzip.open(RECORDED / "train.json.gz", "rt") as file:
         text = file.read()
     for old, new in (("attention", ATTENTION), ("mlp", MLP)):
@@ -182,7 +189,7 @@ def records(tmp_path: Path) -> list[run.Record]:
     return [key | ok | run.tables(found), key | lost]
 
 
-def test_report_has_the_times_of_one_pass(records: list[run.Record], tmp_path: Path) -> None:
+def test_report_has_the_times_of_one_pass(records: list[Row], tmp_path: Path) -> None:
     json.dumps(records, allow_nan=False)
     document = transformers_report(records, {"gpu": "H200", "settings": {}})
     sections = {section.title: section for section in document.sections}
@@ -206,7 +213,7 @@ def test_report_has_the_times_of_one_pass(records: list[run.Record], tmp_path: P
     assert "GPU time owned by ops" in text and "are in the JSON file" in text
 
 
-def test_top_ops_and_kernels_are_of_the_profile(records: list[run.Record]) -> None:
+def test_top_ops_and_kernels_are_of_the_profile(records: list[Row]) -> None:
     document = transformers_report(records[:1], {"settings": {}})
     sections = {section.title: section for section in document.sections}
     ops = sections["eager, forward + backward: ops"].rows
@@ -221,9 +228,9 @@ def test_top_ops_and_kernels_are_of_the_profile(records: list[run.Record]) -> No
     assert whole == pytest.approx(records[0]["total_us"] / 1e3 / run.PASSES)
 
 
-def test_impossible_tables_are_refused(records: list[run.Record]) -> None:
+def test_impossible_tables_are_refused(records: list[Row]) -> None:
     records[0]["symbols"][0]["total_us"] *= 100
-    with pytest.raises(ProfileError, match="which no share can be"):
+    with pytest.raises(ProfileError, match="must be between 0 and 100"):
         transformers_report(records, {"settings": {}})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from attnscope.profile.analysis.result import Result
 from attnscope.profile.trace.reader import read_trace
 from attnscope.studies.lm.model import ModelConfig
 from attnscope.studies.lm.run import Run
-from attnscope.studies.records import Record
-from attnscope.studies.summary import summarise
+from attnscope.studies.records import Row
+from attnscope.studies.summary import gpu_work
 
 BF16 = "c10::BFloat16"
 SCORES = [2, 8, 8]
@@ -86,11 +87,11 @@ def step(folder: Path, core: tuple[Any, ...] = PLAIN, scale: float = 1.0) -> Res
 
 def record(
     folder: Path, context: int = 8, core: tuple[Any, ...] = PLAIN, scale: float = 1.0, **more: Any
-) -> Record:
+) -> Row:
     """The result of `measure` for the made step."""
     config = ModelConfig(d_model=8, d_ff=32, layers=1, heads=2, context=context, vocabulary=50)
     run = Run(name="made", config=config, impl="naive" if core is PLAIN else "cuda", batch=1)
     walls = {"forward": [2.0, 2.0, 2.2], "backward": [3.0] * 3, "optimizer": [1.0] * 3}
     found = run.key | {"status": "ok", "reason": None, "wall_ms": walls}
     found |= {"no_backward": None, "no_kernels": None, "peak_memory_gib": 1.5}
-    return found | summarise(step(folder, core, scale)) | more
+    return found | asdict(gpu_work(step(folder, core, scale))) | more

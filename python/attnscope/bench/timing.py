@@ -97,18 +97,21 @@ class Timer(Protocol):
 
 
 class WallClock:
-    """CPU: perf_counter around the call."""
+    """CPU: a clock, in seconds, read before the call and after it."""
 
     name = "wall-clock"
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
 
     def warm_up(self, call: Call, times: int) -> None:
         for _ in range(times):
             call()
 
     def measure(self, call: Call) -> Sample:
-        start = time.perf_counter()
+        start = self._clock()
         call()
-        return Sample((time.perf_counter() - start) * 1e3)
+        return Sample((self._clock() - start) * 1e3)
 
 
 class CudaEvents:
@@ -209,11 +212,12 @@ def time_interleaved(
     timer: Timer,
     settings: Settings,
     is_fatal: Callable[[Exception], bool] = lambda error: False,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
     """Time each name's calls (one, or several to rotate), all names in turn in random order.
 
     A call that raises ends only its own samples. After an error for which `is_fatal` is true
-    (nothing can run any more), all timing ends.
+    (nothing can run any more), all timing ends. `clock`, in seconds, limits the time to the budget.
     """
     rng = random.Random(settings.seed)
     timings = {name: Timing() for name in calls}
@@ -243,9 +247,9 @@ def time_interleaved(
         for name in calls:
             if name in active:
                 guarded(warm_up, name)
-    start = time.perf_counter()
+    start = clock()
     for turn in range(settings.max_samples):
-        if turn >= settings.min_samples and time.perf_counter() - start >= settings.budget_s:
+        if turn >= settings.min_samples and clock() - start >= settings.budget_s:
             break
         order = list(active)
         rng.shuffle(order)

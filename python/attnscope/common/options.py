@@ -16,6 +16,17 @@ if TYPE_CHECKING:
     import torch
 
 Device = Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu; left out, a GPU if any.")]
+TOKENS, HIDDEN = 16384, 2048  # batch and heads follow from these where they are left out
+HEAD_DIM = typer.Option(help="Head dim of q, k and v.")
+SEQ_LEN = typer.Option(help="Queries and keys of a sequence.")
+Batch = Annotated[
+    int | None, typer.Option(help=f"Left out: {TOKENS} tokens, one sequence at least.")
+]
+Heads = Annotated[int | None, typer.Option(help=f"Query heads. Left out: {HIDDEN} / head dim.")]
+KvHeads = Annotated[
+    int | None, typer.Option(help="Key and value heads. Left out: as many as query heads.")
+]
+Causal = Annotated[bool, typer.Option("--causal/--no-causal", help="Causal mask.")]
 
 
 @contextmanager
@@ -44,15 +55,27 @@ def pick_device(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"device: {name!r} is not cuda, cuda:N or cpu") from None
+        device = torch.device("meta")
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type != "cuda":
-        raise ValueError(f"device: {name!r} is not cuda, cuda:N or cpu")
+        raise ValueError(f"device must be cuda, cuda:N or cpu, got {name!r}")
     count, index = torch.cuda.device_count(), device.index or 0
     if index >= count:
-        raise ValueError(f"device: {name!r} is not there; PyTorch sees {count} CUDA devices")
+        raise ValueError(f"device must be one of the {count} CUDA devices of PyTorch, got {name!r}")
     return torch.device("cuda", index)
+
+
+def call_sizes(
+    head_dim: int, seq_len: int, batch: int | None, heads: int | None, kv_heads: int | None
+) -> dict[str, int]:
+    """`batch`, `heads_q` and `heads_kv` of a call; those left out follow from TOKENS and HIDDEN."""
+    heads = max(HIDDEN // max(head_dim, 1), 1) if heads is None else heads
+    return {
+        "batch": max(TOKENS // max(seq_len, 1), 1) if batch is None else batch,
+        "heads_q": heads,
+        "heads_kv": heads if kv_heads is None else kv_heads,
+    }
 
 
 def split(text: str) -> list[str]:
@@ -64,7 +87,7 @@ def integers(text: str, option: str) -> list[int]:
     """The positive integers of a list with commas."""
     words = split(text)
     if not words or not all(word.isdecimal() and int(word) for word in words):
-        raise ValueError(f"{option}: {text!r} is not a list of positive integers such as 128,256")
+        raise ValueError(f"{option} must be positive integers such as 128,256, got {text!r}")
     return [int(word) for word in words]
 
 
@@ -77,4 +100,6 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
-        raise ValueError(f"output: {path}: {error.strerror}") from None
+        raise ValueError(
+            f"output must be a writable folder, got {path}: {error.strerror}"
+        ) from None

@@ -58,8 +58,8 @@ class Results:
             for key in SAME_TO_RESUME:
                 if old["env"].get(key) != env.get(key):
                     raise ValueError(
-                        f"resume: {path} was made with {key} {old['env'].get(key)!r}, this run has "
-                        f"{env.get(key)!r}"
+                        f"resume: {key} must be {old['env'].get(key)!r}, as in {path}, got "
+                        f"{env.get(key)!r}. Write to another file"
                     )
             return cls(path, old["env"], old["rows"])
         if path.exists():
@@ -111,8 +111,8 @@ def read_results(path: str | os.PathLike[str]) -> dict[str, Any]:
     for number, row in enumerate(content["rows"], start=1):
         if not _NEEDED <= set(row):
             raise ValueError(
-                f"{path}: not a result file: row {number} must have {', '.join(sorted(_NEEDED))}; "
-                f"it lacks {', '.join(sorted(_NEEDED - set(row)))}"
+                f"{path}: row {number} must have every key of a call, got a part of them: it lacks "
+                f"{', '.join(sorted(_NEEDED - set(row)))}"
             )
     return content
 
@@ -129,18 +129,18 @@ def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         content = json.loads(Path(path).read_text(), parse_constant=refuse)
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
+        raise ValueError(f"file must be readable, got {path}: {error.strerror}") from None
     except ValueError as error:
-        raise ValueError(f"{path}: not a result file: {error}") from None
+        raise ValueError(f"{path} must be a result file in JSON, got an error: {error}") from None
     if not isinstance(content, dict) or not {"schema", "env", "rows"} <= set(content):
-        raise ValueError(f"{path}: not a result file: no schema, env and rows in it")
+        raise ValueError(f"{path} must be a result file with schema, env and rows, got another")
     if content["schema"] != SCHEMA:
-        raise ValueError(f"{path}: schema {content['schema']!r}; this version reads {SCHEMA}")
+        raise ValueError(f"{path} must have schema {SCHEMA}, got schema {content['schema']!r}")
     if not isinstance(content["env"], dict) or not isinstance(content["rows"], list):
-        raise ValueError(f"{path}: not a result file: env must be an object, and rows a list")
+        raise ValueError(f"{path}: env must be an object, and rows a list, got other types")
     for number, row in enumerate(content["rows"], start=1):
         if not isinstance(row, dict):
-            raise ValueError(f"{path}: not a result file: row {number} must be an object")
+            raise ValueError(f"{path}: row {number} must be an object, got {row!r:.40}")
     return content
 
 
@@ -151,9 +151,9 @@ def strict_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """
     unknown = sorted(set(row) - set(ROW_KEYS))
     if unknown:
-        raise ValueError(f"row: {unknown[0]!r} is no key of the schema")
+        raise ValueError(f"keys of a row must be in the schema, got {unknown[0]!r}")
     if row["status"] not in STATUSES:
-        raise ValueError(f"status: {row['status']!r} is not one of {', '.join(STATUSES)}")
+        raise ValueError(f"status must be one of {', '.join(STATUSES)}, got {row['status']!r}")
     lost: list[str] = []
     strict = {key: _finite(row.get(key), key, lost) for key in ROW_KEYS}
     if lost:
@@ -180,9 +180,9 @@ def export(path: Path, target: Path) -> None:
     import pandas as pd
 
     if target.suffix not in (".csv", ".parquet"):
-        raise ValueError(f"target: {target} ends in neither .csv nor .parquet")
+        raise ValueError(f"target must end in .csv or .parquet, got {target}")
     if target.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
-        raise ValueError("target: parquet needs the package pyarrow, which is not installed")
+        raise ValueError(f"target must be .csv without pyarrow, got {target}. pip install pyarrow")
     rows = read_results(path)["rows"]
     if not target.parent.is_dir():
         raise ValueError(f"target must be in a folder that exists, got {target}")

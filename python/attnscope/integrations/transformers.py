@@ -52,10 +52,12 @@ def require() -> str:
     try:
         import transformers
     except ImportError:
-        raise ValueError(f"transformers is not installed; {INSTALL}") from None
+        raise ValueError(
+            f"transformers must be installed, got no such package. {INSTALL}"
+        ) from None
     if int(transformers.__version__.partition(".")[0]) < OLDEST:
         raise ValueError(
-            f"transformers is {transformers.__version__}; needed: {OLDEST} or later; {INSTALL}"
+            f"transformers must be {OLDEST} or later, got {transformers.__version__}. {INSTALL}"
         )
     return transformers.__version__
 
@@ -155,7 +157,7 @@ def _window(sliding_window: int | None, of_mask: int | None) -> int | None:
         )
     if None not in (sliding_window, of_mask) and sliding_window != of_mask:
         raise ValueError(
-            f"sliding_window must be that of the mask ({of_mask}), got {sliding_window}. {REMEDY}"
+            f"sliding_window must be the mask's ({of_mask}), got {sliding_window}. {REMEDY}"
         )
     return of_mask if sliding_window is None else sliding_window
 

@@ -101,8 +101,10 @@ class Region:
         if self._profile is not None:
             return self._profile
         if self._failure is not None:
-            raise ProfileError(f"nothing is recorded: {self._failure}")
-        raise ProfileError("the region has not ended yet, nothing is recorded")
+            raise ProfileError(f"the region must have a recording, got none: {self._failure}")
+        raise ProfileError(
+            "the region must have ended, got one that is running. Read results after the with block"
+        )
 
     source, trace, attribution, audit = map(_fact, ("source", "trace", "attribution", "audit"))
     wall_s, unprofiled_wall_s = _fact("wall_s"), _fact("unprofiled_wall_s")

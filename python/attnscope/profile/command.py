@@ -51,7 +51,7 @@ def profile_command(
         str | None, typer.Option(help="Column the operators are sorted by, such as self_gpu_us.")
     ] = None,
     full_names: Annotated[
-        bool, typer.Option("--full-names", help="Kernel symbols as they are.")
+        bool, typer.Option("--full-names", help="Print whole kernel symbols.")
     ] = False,
 ) -> None:
     """Run a script under the profiler, or read a trace, and report where the GPU time went.
@@ -62,14 +62,15 @@ def profile_command(
     """
     with bad_input("profile"):
         if (trace is None) == (script is None):
-            raise ValueError("give a script to run, or --trace FILE; one of them")
+            got = "neither" if script is None else "both"
+            raise ValueError(f"script or --trace must be given, and one of them only, got {got}")
         check_sort(sort)
         if output is not None:
             output = output.resolve()  # the script may change directories
         found: Profile | None
         if trace is not None:
             if steps is not None:
-                raise ValueError("--steps: a trace is read whole; run the script")
+                raise ValueError("steps must be given with a script, got a trace. It is read whole")
             found, code = Profile.read(trace), 0
         else:
             assert script is not None

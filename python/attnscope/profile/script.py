@@ -24,9 +24,9 @@ class Script:
 
     def __init__(self, target: str, arguments: list[str], module: bool) -> None:
         if module and not _is_module(target):
-            raise ValueError(f"module: there is no module {target!r} to run")
+            raise ValueError(f"module must be one that python -m finds, got {target!r}")
         if not module and not Path(target).is_file():
-            raise ValueError(f"script: there is no file {target!r}; a module needs -m")
+            raise ValueError(f"script must be a file, got {target!r}. A module needs -m")
         self.target, self.arguments, self.module = target, arguments, module
         self.name = target if module else Path(target).stem
         self.failure: Exception | None = None  # the script's error, already printed

@@ -63,8 +63,10 @@ def build(variant: str = "faults") -> Path:
     )
     path = root / folder / "_C_cuda.so"
     if run.returncode or not path.exists():
-        raise ValueError(f"the variant {variant} does not build; {REBUILD} first:\n"
-                         f"{run.stdout[-2000:]}{run.stderr[-2000:]}")  # fmt: skip
+        output = f"{run.stdout[-2000:]}{run.stderr[-2000:]}"
+        raise ValueError(
+            f"variant must build, got {variant}, which fails. First {REBUILD}:\n{output}"
+        )
     return path
 
 
@@ -86,4 +88,4 @@ class Faults:
         """Use the plan in later launches on the current device."""
         message = self._set(plan.seed, plan.kinds, plan.rate, plan.cycles)
         if message is not None:
-            raise RuntimeError(f"attnscope_set_faults failed: {message.decode()}")
+            raise RuntimeError(f"the delays must reach the device, got {message.decode()}")

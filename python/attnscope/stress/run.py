@@ -71,7 +71,8 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, required=True)
     options = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        print("the device must be of compute capability 9.0: H100, H200, GH200", file=sys.stderr)
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
+        print(f"device must be a Hopper GPU (H100, H200, GH200), got {name}", file=sys.stderr)
         return 2
     try:
         faults = Faults(_load.CUDA_LIBRARY)

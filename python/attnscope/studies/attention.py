@@ -17,7 +17,7 @@ import typer
 from attnscope.bench.command import SHAPE
 from attnscope.bench.workloads import DTYPE_SHORT, Workload
 from attnscope.common.console import say
-from attnscope.common.options import bad_input, make_folder, pick_device, split
+from attnscope.common.options import Causal, Device, bad_input, make_folder, pick_device, split
 from attnscope.profile.errors import ProfileError
 from attnscope.profile.record.attached import attached_tool
 from attnscope.profile.record.session import annotate, profile, synchronize
@@ -67,7 +67,7 @@ def attention_command(
     ] = None,
     head_dim: Annotated[int | None, typer.Option(min=1, max=LARGEST, help="Head dim.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or fp64.")] = None,
-    causal: Annotated[bool, typer.Option("--causal/--no-causal", help="Causal mask.")] = True,
+    causal: Causal = True,
     backward: Annotated[
         bool, typer.Option("--backward", help="Run backward passes too, of impls that have one.")
     ] = False,
@@ -79,7 +79,7 @@ def attention_command(
         bool, typer.Option("--no-profile", help="Run the ranges only, PyTorch's profiler off.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
-    device: Annotated[str | None, typer.Option(help="cuda, cpu; left out, a GPU if any.")] = None,
+    device: Device = None,
 ) -> None:
     """Run impls in the ranges warmup and measure, and profile the second.
 
@@ -103,7 +103,7 @@ def attention_command(
         with _failures():
             passes = [one for each in impls for one in _prepare(each, work, seed, where, backward)]
         if not passes:
-            raise ValueError(f"impl: {impl!r} names none")
+            raise ValueError(f"impl must name at least one, got {impl!r}")
         tool = attached_tool()
         if not (no_profile or tool):
             make_folder(output)
@@ -116,15 +116,15 @@ def attention_command(
         if no_profile or tool:
             _measure(passes, iterations)
         else:
-            found = _record(name, passes, iterations)
-            _prove(passes, found, where)
-            found.print()
+            profiled = _record(name, passes, iterations)
+            _verify(passes, profiled, where)
+            profiled.print()
     if no_profile or tool:
         ranges = ", ".join(one.range for one in passes)
         say(f"ran {iterations} calls in each NVTX range of the domain {DOMAIN!r}: {ranges}")
         return
     with _failures(), bad_output(COMMAND, output):
-        write_all(found, output)
+        write_all(profiled, output)
 
 
 @contextmanager
@@ -137,8 +137,8 @@ def _failures() -> Iterator[None]:
     except typer.Exit:  # a RuntimeError too
         raise
     except (RuntimeError, MemoryError) as error:
-        said = str(error) if isinstance(error, ProfileError) else explain(error)
-        say(f"{COMMAND}: {said}", "red", stderr=True)
+        message = str(error) if isinstance(error, ProfileError) else explain(error)
+        say(f"{COMMAND}: {message}", "red", stderr=True)
         raise typer.Exit(1) from None
 
 
@@ -158,7 +158,7 @@ def _prepare(
             raise Unsupported(why)
         passes = [Pass(impl, FORWARD, impl.make(work, inputs))]
     except Unsupported as refusal:
-        raise ValueError(f"impl: {impl.name} cannot do {work.id}: {refusal}") from None
+        raise ValueError(f"impl must be able to do {work.id}, got {impl.name}: {refusal}") from None
     if not backward:
         return passes
     call = _backward(passes[0].call()[0], qkv)
@@ -213,7 +213,7 @@ def _record(name: str, passes: Sequence[Pass], iterations: int) -> Profile:
     return recorded.profile
 
 
-def _prove(passes: Sequence[Pass], found: Profile, device: torch.device) -> None:
+def _verify(passes: Sequence[Pass], found: Profile, device: torch.device) -> None:
     """Raises ProfileError if the kernels (CPU: the ops) of a forward pass do not match its impl."""
     trace = found.trace
     events: Sequence[Any] = trace.kernels

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from attnscope.studies.records import Record
+from attnscope.studies.records import Row
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -19,13 +19,13 @@ class Keyed(Protocol):
     """A run whose `key` distinguishes its record from the records of other runs."""
 
     @property
-    def key(self) -> Record: ...
+    def key(self) -> Row: ...
 
 
 R = TypeVar("R", bound=Keyed)
 
 
-def run_apart(run: R, timeout_s: float, measure: Callable[[R], Record]) -> Record:
+def run_apart(run: R, timeout_s: float, measure: Callable[[R], Row]) -> Row:
     """Run `measure` in a process of its own; returns a record even if that process dies.
 
     Processes are forked from a server that has PyTorch loaded and has not touched the GPU.
@@ -51,7 +51,7 @@ def run_apart(run: R, timeout_s: float, measure: Callable[[R], Record]) -> Recor
     return run.key | {"status": "failed", "reason": reason}
 
 
-def _child(measure: Callable[[R], Record], run: R, sender: Connection) -> None:
+def _child(measure: Callable[[R], Row], run: R, sender: Connection) -> None:
     from attnscope.bench.impls import Unsupported
     from attnscope.common.console import explain
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +17,7 @@ from attnscope.profile.errors import ProfileError
 if TYPE_CHECKING:
     from attnscope.common.results import Results
     from attnscope.profile.render.document import Document
-    from attnscope.studies.records import Record
+    from attnscope.studies.records import Row
 
 SUFFIXES = (".json", ".md", ".html")  # records, and the report in two forms
 Output = Annotated[
@@ -35,21 +35,20 @@ def start(stem: Path, env: dict[str, Any], resume: bool | None = None) -> Result
     Raises ValueError if the files cannot be written, if there are records that would not be resumed
     (they took time, so they are kept), and as `Results.create`.
     """
-    from attnscope.common.results import Results, read_record
+    from attnscope.common.results import Results
 
     make_folder(stem.parent)
     for file in map(stem.with_suffix, SUFFIXES):
         if file.is_dir():
-            raise ValueError(f"output: {file}: Is a directory")
+            raise ValueError(f"output must have no folder {file.name}, got {file}: Is a directory")
     path = stem.with_suffix(".json")
     if path.exists():
         if not resume:
-            how = "" if resume is None else "go on with it by --resume, or "
-            raise ValueError(f"output: {path} exists and is kept; {how}give another --output")
-        content = read_record(path)
-        for key, kind in (("env", dict), ("rows", list)):
-            if not isinstance(content[key], kind):
-                raise ValueError(f"{path}: not a result file: {key} is {content[key]!r:.40}")
+            more = "" if resume is None else ", or go on with it by --resume"
+            raise ValueError(
+                f"output must be a new folder, got {path}, which exists and is kept. Give another "
+                f"--output{more}"
+            )
     return Results.create(path, env, bool(resume))
 
 
@@ -65,16 +64,21 @@ def bad_output(command: str, folder: Path) -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
-def teller(name: Callable[[Record], str]) -> Callable[[Record], None]:
+def origin(env: Mapping[str, Any]) -> str:
+    """Where and when records were made, from the `env` of their file."""
+    return f"{env.get('gpu') or env.get('cpu')}, torch {env.get('torch')}, {env.get('time')}"
+
+
+def progress(name: Callable[[Row], str]) -> Callable[[Row], None]:
     """Return a function that prints a record's status and the seconds since now."""
     started = time.perf_counter()
 
-    def tell(record: Record) -> None:
+    def show(record: Row) -> None:
         why = f": {record['reason']}" if record["reason"] else ""
         seconds = time.perf_counter() - started
         say(f"{seconds:6.1f} s  {name(record)}: {record['status']}{why}")
 
-    return tell
+    return show
 
 
 def finish(command: str, report: Callable[[], Document], stem: Path) -> None:

@@ -6,3 +6,4 @@ FORWARD, BACKWARD, OPTIMIZER = PHASES = ("forward", "backward", "optimizer")
 ATTENTION, CORE, ADD_NORM, MLP = "Self-Attention", "Attention Core", "Add & Norm", "MLP"
 EMBEDDING, LOSS = "Embedding", "Output & Loss"
 PARTS = (EMBEDDING, ATTENTION, CORE, ADD_NORM, MLP, LOSS)  # CORE is inside ATTENTION
+OUTSIDE = "(outside)"  # no phase, or no part

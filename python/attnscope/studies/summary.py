@@ -1,4 +1,4 @@
-"""The GPU side of one profiled step, as a record."""
+"""The GPU work of a profile by phase and part of a model."""
 
 from __future__ import annotations
 
@@ -11,26 +11,19 @@ from attnscope.profile.analysis.kernel_names import category, short_name, uses_t
 from attnscope.profile.analysis.result import Result
 from attnscope.profile.attribution.owners import Attribution, busy_ns
 from attnscope.profile.trace.events import CpuEvent, GpuEvent
-from attnscope.studies.parts import CORE, PARTS, PHASES
-from attnscope.studies.records import OUTSIDE, Record
+from attnscope.studies.parts import CORE, OUTSIDE, PARTS, PHASES
+from attnscope.studies.records import Flops, Found, GpuWork, KernelTimes, PhaseTimes, Use
 
 # Operations an element: maximum, subtract, exp, sum, divide; backward: multiply, sum, subtract,
 # multiply.
 SOFTMAX_OPS = {"aten::_softmax": 5, "aten::_softmax_backward_data": 4}
 
 
-def summarise(profile: Result) -> Record:
-    """The GPU side of one profiled step, times in microseconds.
-
-    total_us, owned: kernel time, and the share that ops own. phases: of each, wall_us (the range
-    on the CPU, the wait for the device included), kernel_us, busy_us, span_us, copy_us, kernels.
-    kernels: rows of phase, part, kernel, category, tensor_cores, calls, total_us; each kernel is
-    in one row. flops: rows of phase, part, flops (None with a reason). softmax_flops: by phase, in
-    the attention core. efficiency, findings: see those modules.
-    """
+def gpu_work(profile: Result) -> GpuWork:
+    """The GPU work of a profile with kernels."""
     attribution, trace = profile.attribution, profile.trace
     if not trace.kernels:
-        raise ValueError("trace: no kernel ran")
+        raise ValueError("trace must have a kernel, got none")
     calls: Counter[tuple[Any, ...]] = Counter()
     times: Counter[tuple[Any, ...]] = Counter()
     for kernel in trace.kernels:
@@ -39,22 +32,26 @@ def summarise(profile: Result) -> Record:
         calls[key] += 1
         times[key] += kernel.duration
     columns = ("phase", "part", "kernel", "category", "tensor_cores")
-    found = profile.efficiency()
-    return {
-        "total_us": attribution.total_ns / 1e3,
-        "owned": attribution.share,
-        "phases": _phases(attribution),
-        "kernels": [
-            dict(zip(columns, key, strict=True)) | {"calls": calls[key], "total_us": time / 1e3}
+    use = profile.efficiency()
+    flops, softmax_flops = _flops(attribution, profile.flop_counts)
+    return GpuWork(
+        total_us=attribution.total_ns / 1e3,
+        owned=attribution.share or 0.0,
+        phases=_phases(attribution),
+        kernels=[
+            KernelTimes(
+                **dict(zip(columns, key, strict=True)), calls=calls[key], total_us=time / 1e3
+            )
             for key, time in times.most_common()
         ],
-        **_flops(attribution, profile.flop_counts),
-        "efficiency": {
-            "gpu_utilisation": found.gpu_utilisation,
-            "tensor_core_time_share": found.tensor_core_time_share,
-        },
-        "findings": [{"kind": one.kind, "title": one.title} for one in profile.findings()],
-    }
+        flops=flops,
+        softmax_flops=softmax_flops,
+        efficiency=Use(
+            gpu_utilisation=use.gpu_utilisation,
+            tensor_core_time_share=use.tensor_core_time_share,
+        ),
+        findings=[Found(kind=one.kind, title=one.title) for one in profile.findings()],
+    )
 
 
 def place(attribution: Attribution, event: CpuEvent | GpuEvent) -> tuple[str, str]:
@@ -71,7 +68,7 @@ def place(attribution: Attribution, event: CpuEvent | GpuEvent) -> tuple[str, st
     return phase, next((name for name in reversed(around) if name in PARTS), OUTSIDE)
 
 
-def _phases(attribution: Attribution) -> dict[str, Record]:
+def _phases(attribution: Attribution) -> dict[str, PhaseTimes]:
     trace = attribution.trace
     work: dict[str, list[GpuEvent]] = defaultdict(list)
     for one in trace.gpu:
@@ -89,18 +86,19 @@ def _phases(attribution: Attribution) -> dict[str, Record]:
         inside = work[phase]
         kernels = [one for one in inside if one.kind == "kernel"]
         span = max((w.end for w in inside), default=0) - min((w.start for w in inside), default=0)
-        found[phase] = {
-            "wall_us": walls[phase] / 1e3,
-            "kernel_us": sum(one.duration for one in kernels) / 1e3,
-            "busy_us": busy_ns(kernels) / 1e3,
-            "span_us": span / 1e3,
-            "copy_us": sum(one.duration for one in inside if one.kind != "kernel") / 1e3,
-            "kernels": len(kernels),
-        }
+        found[phase] = PhaseTimes(
+            wall_us=walls[phase] / 1e3,
+            kernel_us=sum(one.duration for one in kernels) / 1e3,
+            busy_us=busy_ns(kernels) / 1e3,
+            span_us=span / 1e3,
+            copy_us=sum(one.duration for one in inside if one.kind != "kernel") / 1e3,
+            kernels=len(kernels),
+        )
     return found
 
 
-def _flops(attribution: Attribution, counts: FlopCounts) -> Record:
+def _flops(attribution: Attribution, counts: FlopCounts) -> tuple[list[Flops], dict[str, int]]:
+    """FLOPs of each place, and of the softmax of the core by phase."""
     flops: Counter[tuple[str, str]] = Counter()
     softmax: Counter[str] = Counter()
     missed = {place(attribution, kernel): reason for kernel, reason in counts.uncounted}
@@ -115,5 +113,5 @@ def _flops(attribution: Attribution, counts: FlopCounts) -> Record:
     for phase, part in {**flops, **missed}:
         reason = missed.get((phase, part))
         number = None if reason else flops[phase, part]
-        rows.append({"phase": phase, "part": part, "flops": number, "reason": reason})
-    return {"flops": rows, "softmax_flops": dict(softmax)}
+        rows.append(Flops(phase=phase, part=part, flops=number, reason=reason))
+    return rows, dict(softmax)

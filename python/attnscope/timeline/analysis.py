@@ -51,7 +51,9 @@ def analyse(recording: Recording) -> dict[str, Any]:
         ends.append(max((int(track.end[-1]) for track in consumers if len(track.end)), default=0))
     total = together.pop("total")
     if not total:
-        raise ValueError("recording: no consumer did anything")
+        raise ValueError(
+            "recording must have work of a consumer, got none. Record a call with queries and keys"
+        )
     floors = step_floors(recording.facts["tile"])
     tensor_share = steps * floors["tensor_cores"] / recording.facts["tile"]["consumers"] / total
     return {

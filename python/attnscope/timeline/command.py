@@ -12,14 +12,22 @@ from rich import box
 from rich.table import Table
 
 from attnscope.common.console import console, say
-from attnscope.common.options import bad_input, pick_device
+from attnscope.common.options import (
+    HEAD_DIM,
+    SEQ_LEN,
+    Batch,
+    Causal,
+    Heads,
+    KvHeads,
+    bad_input,
+    call_sizes,
+    pick_device,
+)
 
 if TYPE_CHECKING:
-    from attnscope.inputs import Case
     from attnscope.timeline.recording import Recording
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
-TOKENS, HIDDEN = 16384, 2048  # determine the default batch and heads
 OVERLAP = {
     "tensor": "a product in flight, of some consumer",
     "tensor_all": "a product in flight, of every consumer",
@@ -44,19 +52,13 @@ def timeline_command(
     output: Annotated[Path, typer.Option(help="Folder for everything that is written.")] = Path(
         "timeline"
     ),
-    head_dim: Annotated[int, typer.Option(help="Head dim of q, k and v.")] = 128,
-    seq_len: Annotated[int, typer.Option(help="Queries and keys of a sequence.")] = 4096,
-    batch: Annotated[
-        int | None, typer.Option(help=f"Left out: {TOKENS} tokens, one sequence at least.")
-    ] = None,
-    heads: Annotated[
-        int | None, typer.Option(help=f"Query heads. Left out: {HIDDEN} / head dim.")
-    ] = None,
-    kv_heads: Annotated[
-        int | None, typer.Option(help="Key and value heads. Left out: as many as query heads.")
-    ] = None,
+    head_dim: Annotated[int, HEAD_DIM] = 128,
+    seq_len: Annotated[int, SEQ_LEN] = 4096,
+    batch: Batch = None,
+    heads: Heads = None,
+    kv_heads: KvHeads = None,
     dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
-    causal: Annotated[bool, typer.Option("--causal/--no-causal", help="Causal mask.")] = False,
+    causal: Causal = False,
     blocks: Annotated[
         str,
         typer.Option(
@@ -84,37 +86,25 @@ def timeline_command(
 
         wanted = block_numbers(blocks)
         if recording is None:
-            work = _case(head_dim, seq_len, batch, heads, kv_heads, dtype, causal)
-            where = pick_device(device)
+            from attnscope.inputs import Case
             from attnscope.timeline.session import record
 
-            made = record(work, where, seed)
+            work = Case(
+                seqlen_q=seq_len,
+                seqlen_k=seq_len,
+                **call_sizes(head_dim, seq_len, batch, heads, kv_heads),
+                head_dim=head_dim,
+                head_dim_v=head_dim,
+                dtype=DTYPES.get(dtype, dtype),
+                causal=causal,
+                window=(-1, -1),
+                softcap=0.0,
+                seqlens=None,
+            )
+            made = record(work, pick_device(device), seed)
         else:
             made = Recording.load(recording)
         _write(made, wanted, output)
-
-
-def _case(
-    head_dim: int, seq_len: int, batch: int | None, heads: int | None, kv_heads: int | None,
-    dtype: str, causal: bool,
-) -> Case:  # fmt: skip
-    from attnscope.inputs import Case
-
-    heads = max(HIDDEN // max(head_dim, 1), 1) if heads is None else heads
-    return Case(
-        seqlen_q=seq_len,
-        seqlen_k=seq_len,
-        batch=max(TOKENS // max(seq_len, 1), 1) if batch is None else batch,
-        heads_q=heads,
-        heads_kv=heads if kv_heads is None else kv_heads,
-        head_dim=head_dim,
-        head_dim_v=head_dim,
-        dtype=DTYPES.get(dtype, dtype),
-        causal=causal,
-        window=(-1, -1),
-        softcap=0.0,
-        seqlens=None,
-    )
 
 
 def block_numbers(text: str) -> list[int]:
@@ -123,10 +113,10 @@ def block_numbers(text: str) -> list[int]:
     for word in text.split(","):
         first, dash, last = word.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ValueError(f"--blocks: {text!r} is not a list of numbers such as 0,4-7")
+            raise ValueError(f"blocks must be numbers such as 0,4-7, got {text!r}")
         found |= dict.fromkeys(range(int(first), int(last or first) + 1))
     if not found:
-        raise ValueError(f"--blocks: {text!r} names no block")
+        raise ValueError(f"blocks must name at least one block, got {text!r}")
     return list(found)
 
 
@@ -138,7 +128,7 @@ def _write(recording: Recording, wanted: list[int], output: Path) -> None:
 
     kept = [block for block in wanted if block in recording.blocks]
     if not kept:
-        recording.place(wanted[0])  # says what there is
+        recording.place(wanted[0])  # raises an error that lists the recorded blocks
     if absent := [block for block in wanted if block not in kept]:
         say(f"blocks not recorded: {', '.join(map(str, absent))}")
     summary = analyse(recording)

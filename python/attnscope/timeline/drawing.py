@@ -83,7 +83,9 @@ def windows(consumer: Track) -> list[Window]:
     """
     starts = _issues(consumer)
     if not len(starts):
-        raise ValueError("recording: the consumer issued nothing that could be drawn")
+        raise ValueError(
+            "recording must have matrix products of the consumer, got none. Draw another block"
+        )
     tiles, sizes = np.unique(consumer.tile[starts], return_counts=True)
     longest = tiles[sizes == sizes.max()]
     tile = int(longest[len(longest) // 2])

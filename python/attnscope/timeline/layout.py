@@ -151,7 +151,7 @@ def codes(role: str, *marks: str) -> NDArray[np.int8]:
         states = STATES[role]
         at = [c for c in range(low, min(high, len(states))) if states[c].mark == mark]
         if not at:
-            raise ValueError(f"marks: the {role} has no {name!r}")
+            raise ValueError(f"marks must be states of the {role}, got {name!r}")
         found += at
     return np.array(found, np.int8)
 

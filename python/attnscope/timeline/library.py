@@ -37,8 +37,8 @@ def source_tree() -> Path:
         if (root / "setup.py").is_file() and all((root / name).is_file() for name in SOURCES):
             return root
     raise ValueError(
-        "timeline: it compiles an instrumented copy of the kernel, which needs the source tree of "
-        f"attnscope; neither {PACKAGE.parents[1]} nor the current directory is one. Run it there"
+        f"the working folder must be attnscope's source tree, got {Path.cwd()}. The instrumented "
+        "kernel is compiled from it; clone the sources and run the command there"
     )
 
 
@@ -53,7 +53,8 @@ def build(root: Path) -> tuple[Path, list[dict[str, Any]], float]:
     nvcc = setup.find_nvcc()
     if nvcc is None:
         raise ValueError(
-            "timeline: no nvcc (CUDA_HOME, PATH, /usr/local/cuda or pip install 'attnscope[nvcc]')"
+            "nvcc must be in CUDA_HOME, PATH or /usr/local/cuda, got none. "
+            "pip install 'attnscope[nvcc]' has one"
         )
     home = setup.cuda_home(nvcc)
     command = [str(nvcc), *setup.DEVICE.split(), "-DATTNSCOPE_TIMELINE", "--threads", "2"]
@@ -75,12 +76,14 @@ def build(root: Path) -> tuple[Path, list[dict[str, Any]], float]:
         )
         seconds = time.perf_counter() - start
         if run.returncode:
-            raise RuntimeError(f"timeline: nvcc failed:\n{run.stdout}{run.stderr}")
+            raise RuntimeError(
+                f"nvcc must compile the kernel, got an error:\n{run.stdout}{run.stderr}"
+            )
         log.write_text(run.stdout + run.stderr)
         os.replace(unfinished, library)
     usage, warnings = setup.ptxas.parse(log.read_text())
     if warnings:
-        raise RuntimeError("timeline: ptxas about the instrumented kernel: " + "; ".join(warnings))
+        raise RuntimeError(f"ptxas must compile without warnings, got {'; '.join(warnings)}")
     return library, usage, seconds
 
 
@@ -93,7 +96,7 @@ def _setup_module(root: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except ImportError as error:
-        raise ValueError(f"timeline: {root / 'setup.py'} needs a package: {error}") from None
+        raise ValueError(f"setup.py must have its packages, got {error}. Install it") from None
     finally:
         sys.path[:] = path
     return module
@@ -166,7 +169,7 @@ class Instrumented:
 
 def _raise(message: bytes | None) -> None:
     if message is not None:
-        raise RuntimeError(f"timeline: {message.decode()}")
+        raise RuntimeError(f"the instrumented kernel must launch, got {message.decode()}")
 
 
 def usage_of(usage: list[dict[str, Any]], tile: dict[str, int], dtype: str) -> dict[str, Any]:

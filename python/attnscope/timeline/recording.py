@@ -17,6 +17,7 @@ from attnscope.timeline import layout
 from attnscope.timeline.layout import CONSUMER, SCHEDULER, WORDS
 
 Words = NDArray[np.uint32]
+REMEDY = "The reader and the kernel come from different sources: record again"
 FORMAT = 3
 ARRAYS = ("blocks", "head", "ends", "tiles", "steps")
 
@@ -120,8 +121,8 @@ class Recording:
         (at,) = np.nonzero(self.blocks == block)
         if not len(at):
             raise ValueError(
-                f"blocks: {block} is not recorded; there are {len(self.blocks)}, "
-                f"{self.blocks.min()} to {self.blocks.max()}"
+                f"blocks must be among the {len(self.blocks)} recorded ones, "
+                f"{self.blocks.min()} to {self.blocks.max()}, got {block}"
             )
         return int(at[0])
 
@@ -181,7 +182,8 @@ class Recording:
         steps_done = self.step_counts[at, lane]
         if layout.has_steps(lane) and stopped and steps_done != blocks.sum():
             raise ValueError(
-                f"recording: {name} did {steps_done} steps, its tiles have {blocks.sum()}"
+                f"recording: {name} must have the {blocks.sum()} steps of its tiles, got "
+                f"{steps_done}. {REMEDY}"
             )
         own = self.own_blocks(at)[:, lane - CONSUMER] if lane >= CONSUMER else blocks
         tiles, steps = self.tiles[at, lane, : whole + stopped], self.steps[at, lane]
@@ -189,9 +191,11 @@ class Recording:
         wrong = np.flatnonzero(marks.due != (marks.mark != 0))
         if wrong.size:
             code, tile = marks.code[wrong[0]], marks.tile[wrong[0]]
+            mark = layout.STATES[layout.role_of(lane)][code].mark
+            rule, got = ("a", "none") if marks.due[wrong[0]] else ("no", "one")
             raise ValueError(
-                f"recording: {name} {'lost' if marks.due[wrong[0]] else 'should not have'} its "
-                f"mark {layout.STATES[layout.role_of(lane)][code].mark} in tile {tile}"
+                f"recording: {name} must have {rule} mark {mark} in tile {tile}, got {got}. "
+                f"{REMEDY}"
             )
         code, tile = marks.code[marks.due], marks.tile[marks.due]
         step, begin = marks.step[marks.due], self._cycles(at, marks.mark[marks.due])
@@ -203,7 +207,9 @@ class Recording:
             begin, end = begin[:-1], begin[1:]
             code, tile, step = code[:-1], tile[:-1], step[:-1]
         if (end < begin).any():
-            raise ValueError(f"recording: marks of {name} run backwards")
+            raise ValueError(
+                f"recording: marks of {name} must be in order, got earlier ones. {REMEDY}"
+            )
         return Track(lane, code, begin, end, tile, step)
 
     def tracks(self, at: int) -> list[Track]:
@@ -235,9 +241,13 @@ class Recording:
                 facts = json.loads(str(held["facts"]))
                 arrays = {name: held[name] for name in ARRAYS}
         except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
-            raise ValueError(f"recording: {path} is no recording: {error}") from None
+            raise ValueError(
+                f"recording must be a file of attnscope timeline, got {path}: {error}"
+            ) from None
         if facts.pop("format", None) != FORMAT:
-            raise ValueError(f"recording: {path} has another format; this reads format {FORMAT}")
+            raise ValueError(
+                f"recording must be of format {FORMAT}, got another in {path}. Record again"
+            )
         return cls(facts=facts, **arrays)
 
 

@@ -103,15 +103,16 @@ def _median_ms(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
 
 def _check(work: Case, device: torch.device) -> None:
     if work.dtype not in ("bfloat16", "float16"):
-        raise ValueError(f"dtype: {work.dtype!r} is not one of bfloat16, float16")
+        raise ValueError(f"dtype must be bfloat16 or float16, got {work.dtype!r}")
     if work.head_dim % 8 or not 8 <= work.head_dim <= 256:
-        raise ValueError(f"head_dim: {work.head_dim} is not a multiple of 8 up to 256")
-    if min(work.batch, work.seqlen_q, work.seqlen_k) < 1:
-        raise ValueError("batch, seqlen: 0 leaves nothing to record; allowed: 1 or more")
+        raise ValueError(f"head_dim must be a multiple of 8 from 8 to 256, got {work.head_dim}")
+    for name, value in (("batch", work.batch), ("seq_len", min(work.seqlen_q, work.seqlen_k))):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
     if work.heads_kv < 1 or work.heads_q < 1 or work.heads_q % work.heads_kv:
         raise ValueError(
             f"heads must be a multiple of kv_heads, got {work.heads_q} and {work.heads_kv}"
         )
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         name = "cpu" if device.type != "cuda" else torch.cuda.get_device_name(device)
-        raise ValueError(f"device: {name} cannot run the Hopper kernel; allowed: H100, H200, GH200")
+        raise ValueError(f"device must be a Hopper GPU (H100, H200, GH200), got {name}")

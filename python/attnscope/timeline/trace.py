@@ -37,7 +37,7 @@ def write_trace(recording: Recording, path: Path) -> None:
 def _block_events(recording: Recording, at: int) -> Iterator[Event]:
     block, mhz = int(recording.blocks[at]), recording.clock_mhz
     if mhz is None:
-        raise ValueError("recording: the device timer did not move; there are no times to show")
+        raise ValueError("recording must have a running device timer, got one value. Record again")
     notes = recording.notes(at)
     name = f"block {block}, SM {recording.head[at, layout.SM]}"
     yield {"ph": "M", "pid": block, "name": "process_name", "args": {"name": name}}

@@ -45,7 +45,8 @@ def sm_of(capability: tuple[int, int], warps: int, registers: int, shared_bytes:
     """
     if capability not in BLOCKS_PER_SM:
         major, minor = capability
-        raise ValueError(f"compute capability {major}.{minor}: its blocks per SM are unknown")
+        known = ", ".join(f"{high}.{low}" for high, low in BLOCKS_PER_SM)
+        raise ValueError(f"capability must be one of {known}, got {major}.{minor}")
     reserved = 1024 if capability >= (8, 0) else 0
     return SM(warps, BLOCKS_PER_SM[capability], registers, shared_bytes, reserved)
 

@@ -22,6 +22,21 @@ from attnscope.profile.trace.events import CpuEvent, GpuEvent, Trace
 SLACK_US = 0.002  # floats that hold nanoseconds, and their sums
 SHARES = ("gpu_share", "share", "mfu", "mfu_at_clock")
 SLACK_SHARE = 1e-9
+MAX_DISPUTED = 0.01  # of the GPU time
+REMEDY = "Record again; if the error returns, report it with the trace"
+
+
+def check_owners(attribution: Attribution) -> None:
+    """Raises ProfileError if external ids and launch times name different ops for more than
+    MAX_DISPUTED of the GPU time: one of the two is then wrong, and the trace does not show which.
+    """
+    disputed = sum(kernel.duration for kernel in attribution.disagreements)
+    if disputed > MAX_DISPUTED * attribution.total_ns:
+        raise _error(
+            "trace: external ids",
+            f"of the op open at the launch for {1 - MAX_DISPUTED:.0%} of the GPU time",
+            f"others for {disputed / 1e6:.3f} of {attribution.total_ns / 1e6:.3f} ms",
+        )
 
 
 def check_operators(attribution: Attribution, table: pandas.DataFrame) -> None:
@@ -123,14 +138,13 @@ def check_steps(attribution: Attribution, table: pandas.DataFrame) -> None:
     parts = table[[f"{part}_us" for part in PARTS]].sum(axis=1)
     bad = table[(parts - table["wall_us"]).abs() > SLACK_US]
     for at, row in bad.head(1).iterrows():
-        raise ProfileError(
-            f"steps: {row['step']}: the parts are {parts[at]:.3f} us, the step is "
-            f"{row['wall_us']:.3f} us"
-        )
+        what, rule = f"steps: {row['step']}: the sum of the parts", f"{row['wall_us']:.3f} us"
+        raise _error(what, rule, f"{parts[at]:.3f} us")
     start, end = program_window(attribution.trace)
     wall, window = table["wall_us"].sum(), (end - start) / 1e3
     if wall > window + SLACK_US:
-        raise ProfileError(f"steps: together {wall:.3f} us, the program is {window:.3f} us")
+        rule = f"at most the program, {window:.3f} us"
+        raise _error("steps: the sum of wall_us", rule, f"{wall:.3f} us")
 
 
 def check_links(attribution: Attribution, table: pandas.DataFrame) -> None:
@@ -140,9 +154,7 @@ def check_links(attribution: Attribution, table: pandas.DataFrame) -> None:
     """
     work = attribution.trace.gpu
     if len(table) != len(work):
-        raise ProfileError(
-            f"links: {len(table)} rows, the trace has {len(work)} kernels and copies"
-        )
+        raise _error("links: rows", f"{len(work)}, the kernels and copies", str(len(table)))
     _sum("links", table, "gpu_us", _us(work), "all kernels and copies")
     _possible("links", table[["kernel", "gpu_us"]])
 
@@ -159,7 +171,11 @@ def check_figures(found: Efficiency) -> None:
     for name in FIGURES:
         value = getattr(found, name)
         if value is not None and not -SLACK_SHARE <= value <= 1 + SLACK_SHARE:
-            raise ProfileError(f"efficiency: {name} is {value:.2%}, which no share can be")
+            raise _error(f"efficiency: {name}", "between 0 and 100%", f"{value:.2%}")
+
+
+def _error(what: str, rule: str, value: str) -> ProfileError:
+    return ProfileError(f"{what} must be {rule}, got {value}. {REMEDY}")
 
 
 def _span_us(trace: Trace) -> float:
@@ -177,21 +193,21 @@ def _sum(
 ) -> None:
     parts, unit = table[part].sum(), " us" if part.endswith("_us") else ""
     if abs(parts - total) > SLACK_US:
-        raise ProfileError(
-            f"{name}: the parts are {parts:.3f}{unit}, {whole} are {total:.3f}{unit} ({part})"
-        )
+        rule = f"{total:.3f}{unit}, {whole}"
+        raise _error(f"{name}: the sum of {part}", rule, f"{parts:.3f}{unit}")
 
 
 def _at_most(
-    name: str, table: pandas.DataFrame, part: str, whole: pandas.Series | float, said: str
+    name: str, table: pandas.DataFrame, part: str, whole: pandas.Series | float, label: str
 ) -> None:
     values = table[part].astype(float)
     limits = pandas.Series(whole, index=table.index).astype(float)
     for at in table.index[values > limits + SLACK_US]:
-        raise ProfileError(
-            f"{name}: {table.loc[at].iloc[0]}: {part} is {values[at]:.3f}, more than {said}, "
-            f"{limits[at]:.3f}"
+        what, rule = (
+            f"{name}: {table.loc[at].iloc[0]}: {part}",
+            f"at most {limits[at]:.3f}, {label}",
         )
+        raise _error(what, rule, f"{values[at]:.3f}")
 
 
 def _possible(name: str, table: pandas.DataFrame) -> None:
@@ -199,20 +215,19 @@ def _possible(name: str, table: pandas.DataFrame) -> None:
     for column in table.select_dtypes("number"):
         values = table[column]
         for at in table.index[(values < 0) | (values == float("inf"))]:
-            where = f"{name}: {table.loc[at].iloc[0]}"
-            raise ProfileError(f"{where}: {column} is {values[at]:.3f}, which cannot be")
+            what = f"{name}: {table.loc[at].iloc[0]}: {column}"
+            raise _error(what, "finite and 0 or more", f"{values[at]:.3f}")
         if column in SHARES and values.max() > 1 + SLACK_SHARE:
             row = table.loc[values.idxmax()]
-            raise ProfileError(f"{name}: {row.iloc[0]}: {column}: a share of {values.max():.2%}")
+            what = f"{name}: {row.iloc[0]}: {column}"
+            raise _error(what, "at most 100%", f"{values.max():.2%}")
 
 
 def _share_of(name: str, table: pandas.DataFrame, share: str, part: str, total: float) -> None:
     for at in table.index[(table[share] * total - table[part]).abs() > SLACK_US]:
         row = table.loc[at]
-        raise ProfileError(
-            f"{name}: {row.iloc[0]}: {share} is {row[share]:.2%}, but {part} is {row[part]:.3f} "
-            f"of {total:.3f}"
-        )
+        rule = f"{part} over all kernels, {row[part]:.3f} of {total:.3f}"
+        raise _error(f"{name}: {row.iloc[0]}: {share}", rule, f"{row[share]:.2%}")
 
 
 def _nested(
@@ -233,17 +248,15 @@ def _nested(
         inside[around] += row["gpu_us"]
         for part in ("gpu_us", "gpu_busy_us", "kernels"):
             if part in row and row[part] > rows[around][part] + SLACK_US:
-                raise ProfileError(
-                    f"{name}: {next(iter(row.values()))}: {part} is {row[part]:.3f}, more than "
-                    f"that of {next(iter(rows[around].values()))} around it, "
-                    f"{rows[around][part]:.3f}"
-                )
+                what = f"{name}: {next(iter(row.values()))}: {part}"
+                outer = next(iter(rows[around].values()))
+                rule = f"at most {rows[around][part]:.3f}, as in {outer} around it"
+                raise _error(what, rule, f"{row[part]:.3f}")
     for at, parts in inside.items():
         if parts > rows[at]["gpu_us"] + SLACK_US:
-            raise ProfileError(
-                f"{name}: {next(iter(rows[at].values()))}: the parts inside are {parts:.3f} us, "
-                f"gpu_us is {rows[at]['gpu_us']:.3f}"
-            )
+            what = f"{name}: {next(iter(rows[at].values()))}: gpu_us"
+            rule = f"at least {parts:.3f}, the sum of the parts inside"
+            raise _error(what, rule, f"{rows[at]['gpu_us']:.3f}")
 
 
 def _crossing(attribution: Attribution) -> frozenset[str]:

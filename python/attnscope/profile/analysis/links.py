@@ -104,5 +104,7 @@ def kernels_of_line(links: pandas.DataFrame, line: str) -> pandas.DataFrame:
     if found.empty:
         lines = links["line"].dropna().unique()
         known = ", ".join(lines[:5]) if len(lines) else "none: stacks were not recorded"
-        raise ValueError(f"line: {line!r} is in no recorded stack; lines with kernels: {known}")
+        raise ValueError(
+            f"line must be in a recorded stack, got {line!r}. Lines with kernels: {known}"
+        )
     return found

@@ -13,7 +13,7 @@ from attnscope.profile.analysis.catalog import TABLES
 from attnscope.profile.analysis.efficiency import Efficiency, efficiency
 from attnscope.profile.analysis.findings import Finding, detect
 from attnscope.profile.analysis.flops import FlopCounts, trace_device
-from attnscope.profile.analysis.invariants import check_figures
+from attnscope.profile.analysis.invariants import check_figures, check_owners
 from attnscope.profile.attribution.audit import Audit, audit
 from attnscope.profile.attribution.owners import Attribution
 from attnscope.profile.errors import ProfileError
@@ -58,8 +58,10 @@ class Result:
 
     @cached_property
     def attribution(self) -> Attribution:
-        """The owners of GPU work."""
-        return Attribution(self.trace)
+        """The owners of GPU work. Raises ProfileError if ids and launch times contradict."""
+        owners = Attribution(self.trace)
+        check_owners(owners)
+        return owners
 
     @cached_property
     def audit(self) -> Audit:
@@ -185,9 +187,11 @@ class Result:
             seen |= names
             hits += any(name in one for one in names)
         if not self.trace.kernels:
-            raise ProfileError(f"expect: {launches} kernels of {name!r}, but there is no GPU time")
+            raise ProfileError(
+                f"kernels of {name!r} must be {launches}, got a profile without GPU time"
+            )
         if not hits:
             known = ", ".join(sorted(one[:60] for one in seen)[:20])
-            raise ProfileError(f"expect: nothing with GPU time matches {name!r}; there are {known}")
+            raise ProfileError(f"name must match an op or kernel, got {name!r}. There are {known}")
         if hits != launches:
-            raise ProfileError(f"expect: {name!r} ran {hits} kernels, not {launches}")
+            raise ProfileError(f"kernels of {name!r} must be {launches}, got {hits}")

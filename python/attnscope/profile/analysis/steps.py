@@ -47,7 +47,7 @@ def program_window(trace: Trace) -> Interval:
     events += trace.gpu
     events += [trace.cpu[work.launch] for work in trace.gpu if work.launch >= 0]
     if not events:
-        raise ValueError("trace: holds no op, no range and no GPU event")
+        raise ValueError("trace must have an op, a range or a GPU event, got none")
     starts = [e.start for e in events] + [at for _, at in trace.steps[:1]]
     return min(starts), max([e.end for e in events] + [trace.steps_end or 0])
 

@@ -88,6 +88,8 @@ def _path(attribution: Attribution, kernel: GpuEvent) -> list[tuple[str, str]]:
 def _check(node: Node) -> None:
     inside = sum(child.ns for child in node.children.values())
     if node.children and inside != node.ns:
-        raise ProfileError(f"{node.name}: its parts are {inside} ns, it has {node.ns} ns")
+        raise ProfileError(
+            f"{node.name} must have at least the {inside} ns of its parts, got {node.ns} ns"
+        )
     for child in node.children.values():
         _check(child)

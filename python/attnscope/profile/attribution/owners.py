@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from attnscope.profile.attribution.backward import Backward
-from attnscope.profile.trace.events import CpuEvent, GpuEvent, Trace
+from attnscope.profile.trace.events import CLOCKS_NS, CpuEvent, GpuEvent, Trace, is_open
 
 GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
 MODULE = "nn.Module: "
@@ -36,13 +36,21 @@ class Attribution:
     def op(self, work: GpuEvent) -> CpuEvent | None:
         """The innermost op that launched GPU work, None for work outside every op.
 
-        An external id that names an op of the launching thread takes precedence: it was on CUPTI's
-        stack at the launch, while times come from two clocks.
+        An external id that names an op open at the launch takes precedence: it was on CUPTI's stack
+        then, while times come from two clocks.
         """
         named = self._ops.get(work.external_id)
-        if named and (work.launch < 0 or self.trace.cpu[work.launch].thread == named.thread):
-            return named
-        return self._op_by_time(work)
+        return named if named and self._was_open(named, work) else self._op_by_time(work)
+
+    def _was_open(self, op: CpuEvent, work: GpuEvent) -> bool:
+        """Whether an op was open on the launching thread at the launch of GPU work.
+
+        Where the trace has no launch, whether the op began before the work.
+        """
+        if work.launch < 0:
+            return op.start - CLOCKS_NS <= work.start
+        call = self.trace.cpu[work.launch]
+        return call.thread == op.thread and is_open(op, call.start)
 
     def _op_by_time(self, work: GpuEvent) -> CpuEvent | None:
         return next((e for e in self.trace.ancestors(work) if e.kind == "op"), None)
@@ -63,10 +71,13 @@ class Attribution:
 
     @cached_property
     def disagreements(self) -> list[GpuEvent]:
-        """Kernels whose launch time falls in a different op than their external id names."""
-        return [
-            k for k in self.trace.kernels if k.launch >= 0 and self.op(k) is not self._op_by_time(k)
-        ]
+        """Kernels whose external id names another op than the one open at their launch."""
+        found = []
+        for kernel in self.trace.kernels:
+            named = self._ops.get(kernel.external_id)
+            if named and kernel.launch >= 0 and named is not self._op_by_time(kernel):
+                found.append(kernel)
+        return found
 
     def replay(self, work: GpuEvent) -> CpuEvent | None:
         """The call that replayed the CUDA graph of GPU work; None for work outside graphs."""

@@ -26,10 +26,13 @@ from attnscope.profile.trace.reader import read_trace
 SENTINEL_KERNELS = 3
 LARGE_TRACE = 200 << 20  # bytes; about half a million events
 LONG_REGION_S = 60.0
-TWO = "a profiler of PyTorch is running already; two at once lose events of each other"
+TWO = (
+    "profile must be the only running profiler of PyTorch, got a second one. End the first: two at "
+    "once lose events of each other"
+)
 SECOND = (
-    "another profiler of PyTorch ran inside the region and took its events; take it out there, or "
-    "read its own trace with attnscope profile --trace"
+    "the region must contain no other profiler of PyTorch, got one that took its events. Remove "
+    "it, or read its own trace with attnscope profile --trace"
 )
 _running = threading.Lock()
 
@@ -57,8 +60,8 @@ class Recorder:
         cuda = torch.cuda.is_available()
         if cuda and (tool := attached_tool()):
             raise ProfileError(
-                f"this process runs under {tool[0]} ({tool[1]}), and CUPTI serves one tool at a "
-                "time; profile without it, or leave this profiler off there"
+                "profile must be the only user of CUPTI in its process, got "
+                f"{tool[0]} ({tool[1]}). Profile without it, or leave this profiler off there"
             )
         if torch.autograd._profiler_enabled() or not _running.acquire(blocking=False):
             raise ProfileError(TWO)
@@ -93,7 +96,9 @@ class Recorder:
 
         with self._opened:
             if threading.get_ident() != self._thread:
-                raise ProfileError("the region must end on the thread that it began on")
+                raise ProfileError(
+                    "the region must end on the thread that it began on, got another one"
+                )
             with torch.profiler.record_function(WAIT):
                 synchronize()
             facts["wall_s"] = time.perf_counter() - self._began

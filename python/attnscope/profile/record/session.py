@@ -113,8 +113,8 @@ class profile:
     def __call__(self, function: Callable[..., Any]) -> Any:
         if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
             raise TypeError(
-                f"{function.__qualname__}: runs when it is iterated or awaited, not when it is "
-                "called; profile what iterates or awaits it"
+                f"function must run when it is called, got {function.__qualname__}, which runs "
+                "when it is iterated or awaited. Profile the code that does this"
             )
 
         @functools.wraps(function)

@@ -86,8 +86,9 @@ class StepWindow:
             self._recorder.cancel()
         others = f" (further optimizers stepped {self._others} times)" if self._others else ""
         raise ProfileError(
-            f"steps: {self._steps.start} is the first to record, and the region had {self._ended}; "
-            f"a step ends where its first optimizer, of torch.optim, has stepped{others}"
+            f"steps must begin before the region's end, got {self._steps.start} in a region of "
+            f"{self._ended} steps. A step ends when the first optimizer of torch.optim that is "
+            f"used has stepped{others}"
         )
 
     def _stepped(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
@@ -99,7 +100,12 @@ class StepWindow:
             self._others += 1
             return
         if reason := self._why_not_here():
-            self._fail(ProfileError(f"steps: {reason}. Put `with profile():` around a part"))
+            self._fail(
+                ProfileError(
+                    f"the optimizer must step on the region's thread, outside backward() and graph "
+                    f"captures, got {reason}. Put `with profile():` around a part instead"
+                )
+            )
             return
         self._ended += 1
         self._begin(self._ended)
@@ -111,11 +117,11 @@ class StepWindow:
         import torch
 
         if torch._C._current_graph_task_id() != -1:
-            return "this loop's optimizer steps inside backward()"
+            return "a step inside backward()"
         if threading.get_ident() != self._thread:
-            return "this loop's optimizer steps on another thread than that of the region"
+            return "a step on another thread"
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            return "this step is captured into a CUDA graph, whose replays call no optimizer"
+            return "a step captured into a CUDA graph, whose replays call no optimizer"
         return None
 
     def _begin(self, step: int) -> None:
@@ -137,7 +143,9 @@ class StepWindow:
         except Exception as failure:
             self._fail(failure)
         except BaseException:
-            self._failure = ProfileError("interrupted while it was recorded; nothing is kept")
+            self._failure = ProfileError(
+                "the region must end by itself, got an interrupt while it was recorded"
+            )
             raise
 
     def _fail(self, failure: Exception) -> None:

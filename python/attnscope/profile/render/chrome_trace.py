@@ -35,13 +35,15 @@ def write_chrome_trace(profile: Result, path: str | os.PathLike[str]) -> None:
     the profile was read from; that trace is not overwritten.
     """
     if Path(path).exists() and Path(path).samefile(profile.source):
-        raise ValueError(f"path: {path} is the trace that this profile was read from")
+        raise ValueError(
+            f"path must not be the trace that was read, got {path}. Give another file name"
+        )
     rows = [json.dumps(row, allow_nan=False) for row in _added(profile.attribution, profile.source)]
     with open_trace(profile.source) as file, open_output(path) as out:
         head = ""
         while not (begin := EVENTS.search(head)):
             if not (more := file.read(CHUNK)):
-                raise ValueError(f"{profile.source}: holds no traceEvents")
+                raise ValueError(f"{profile.source} must have a list traceEvents, got none")
             head += more
         # A trace with kernels has events, so ours can be inserted before them.
         out.write(head[: begin.end()] + "".join(f"{row},\n" for row in rows))

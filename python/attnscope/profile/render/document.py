@@ -55,11 +55,11 @@ class Section:
             for name, value in row.items():
                 if isinstance(value, bool) or not isinstance(value, int | float):
                     continue
-                about = f"{self.title}: {name} of {next(iter(row.values()))} is {value}"
+                what = f"{self.title}: {name} of {next(iter(row.values()))}"
                 if not math.isfinite(value):
-                    raise ProfileError(f"{about}, which is no number")
+                    raise ProfileError(f"{what} must be finite, got {value}")
                 if name.endswith("%") and not -SLACK <= value <= 100 + SLACK:
-                    raise ProfileError(f"{about}, which no share can be")
+                    raise ProfileError(f"{what} must be between 0 and 100, got {value}")
 
     @cached_property
     def columns(self) -> list[str]:

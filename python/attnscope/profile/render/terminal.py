@@ -34,7 +34,9 @@ def check_sort(sort: str | None) -> None:
     """Raises ValueError unless `sort` is None or a column that operators can be sorted by."""
     if sort is not None and sort not in SORTED:
         known = ", ".join(SORTED)
-        raise ValueError(f"sort: {sort!r} is not a column of the operators; one of {known}")
+        raise ValueError(
+            f"sort must be a column of the operators, got {sort!r}. Use one of {known}"
+        )
 
 
 def print_profile(
@@ -47,7 +49,7 @@ def print_profile(
     `sort` or `top`, ProfileError for tables that contradict the trace.
     """
     if not isinstance(top, int) or top < 1:
-        raise ValueError(f"top: {top!r} is not a number of rows; an int, 1 or more")
+        raise ValueError(f"top must be an integer of at least 1, got {top!r}")
     check_sort(sort)
     gpu = bool(profile.trace.kernels)
     line = attribution_line(profile.attribution) if gpu else ""  # printed once, above

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+CLOCKS_NS = 2000  # maximum difference between CUPTI's and PyTorch's clocks
+
 
 @dataclass(slots=True)
 class CpuEvent:
@@ -64,6 +66,11 @@ class GpuEvent:
     @property
     def duration(self) -> int:
         return self.end - self.start
+
+
+def is_open(event: CpuEvent, call_start: int) -> bool:
+    """Whether an event was open when a CUDA call began, as far as their two clocks agree."""
+    return event.start - CLOCKS_NS <= call_start < event.end + CLOCKS_NS
 
 
 class Allocation(NamedTuple):

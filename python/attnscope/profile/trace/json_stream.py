@@ -27,11 +27,14 @@ NAME = re.compile(
 )
 
 
+REMEDY = "Export the trace again"
+
+
 class Text(Protocol):
     def read(self, size: int, /) -> str: ...
 
 
-class Mended:
+class NameEscaper:
     """The text of a trace with quotes in names escaped; PyTorch's own text may be invalid JSON."""
 
     def __init__(self, file: IO[str]) -> None:
@@ -57,7 +60,7 @@ def open_trace(path: str | os.PathLike[str]) -> Iterator[Text]:
     opener: Callable[..., IO[str]] = gzip.open if str(path).endswith(".gz") else open
     # Replace invalid bytes: PyTorch may garble a name, but the rest is readable.
     with opener(path, "rt", encoding="utf-8", errors="replace") as file:
-        yield Mended(file)
+        yield NameEscaper(file)
 
 
 class Number(str):
@@ -88,7 +91,7 @@ def members(file: Text, path: Path, key: str) -> Iterator[tuple[str, Any]]:
     while not text.accept("}"):
         name = text.value()
         if not isinstance(name, str):
-            raise text.wrong(f"a key is expected, not {name!r:.40}")
+            raise text.wrong(f"{name!r:.40} where a key is expected")
         text.expect(":", "after a key")
         if name == key:
             found = True
@@ -104,9 +107,9 @@ def members(file: Text, path: Path, key: str) -> Iterator[tuple[str, Any]]:
             text.expect("}", "after a value")
             break
     if text.peek():
-        raise text.wrong("it goes on after the end of the object")
+        raise text.wrong("text after the end of the object")
     if not found:
-        raise ValueError(f"{path}: it has no {key}")
+        raise ValueError(f"{path} must have a list {key}, got an object without it. {REMEDY}")
 
 
 class _Text:
@@ -128,7 +131,8 @@ class _Text:
         return bool(added)
 
     def wrong(self, what: str) -> ValueError:
-        return ValueError(f"{self.path}: not JSON at character {self.before + self.at}: {what}")
+        at = self.before + self.at
+        return ValueError(f"{self.path} must be JSON, got {what}, at character {at}. {REMEDY}")
 
     def peek(self) -> str:
         """The next character that is not white space; "" at the end."""
@@ -148,13 +152,15 @@ class _Text:
         if not self.accept(token):
             if not self.peek():
                 raise self.cut()
-            raise self.wrong(f"{token!r} is expected, {why}; found {self.peek()!r}")
+            raise self.wrong(f"{self.peek()!r} where {token!r} is expected ({why})")
 
     def cut(self) -> ValueError:
         end = self.before + len(self.text)
         if not end:
-            return ValueError(f"{self.path}: it is empty")
-        return ValueError(f"{self.path}: cut off at character {end}: it was not written to its end")
+            return ValueError(f"{self.path} must be a trace, got an empty file. {REMEDY}")
+        return ValueError(
+            f"{self.path} must be whole, got a file that is cut off at character {end}. {REMEDY}"
+        )
 
     def value(self) -> Any:
         self.peek()
@@ -173,6 +179,6 @@ class _Text:
                     return value
             except json.JSONDecodeError as error:
                 if len(self.text) - self.at > LONGEST_VALUE:
-                    raise self.wrong(error.msg) from None
+                    raise self.wrong(f"no value ({error.msg})") from None
                 if not self.more():
                     raise self.cut() from None

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from attnscope.profile.trace.events import Allocation, CpuEvent, GpuEvent, Overhead, Trace
-from attnscope.profile.trace.json_stream import members, open_trace, plain
-from attnscope.profile.trace.thread_ids import correct_threads
+from attnscope.profile.trace.json_stream import REMEDY, members, open_trace, plain
+from attnscope.profile.trace.thread_ids import correct_threads, drop_copied_ids
 from attnscope.profile.trace.window import remove_own
 
 CPU_KINDS = {
@@ -49,9 +49,9 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
                 elif key == "deviceProperties":
                     trace.devices = plain(value) or []
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path}: cut off or damaged: {error}") from None
+        raise ValueError(f"{path} must be a whole file, got {error}. {REMEDY}") from None
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
+        raise ValueError(f"trace must be a readable file, got {path}: {error.strerror}") from None
     builder.finish()
     return trace
 
@@ -73,8 +73,8 @@ class _Builder:
             self.add(item)
         except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise ValueError(
-                f"{path}: not a trace of PyTorch's profiler: its event {self.events} lacks or "
-                f"garbles {error}: {item!r:.200}"
+                f"{path} must be a trace of PyTorch's profiler, got event {self.events} with a "
+                f"missing or bad value, {error}: {item!r:.200}. {REMEDY}"
             ) from None
 
     def add(self, item: dict[str, Any]) -> None:
@@ -184,6 +184,7 @@ class _Builder:
         }
         trace.cpu.sort(key=_order)
         trace.gpu.sort(key=lambda e: (e.start, e.end))
+        drop_copied_ids(trace.cpu, trace.gpu)
         correct_threads(trace.cpu, trace.gpu)
         remove_own(trace)
         trace.cpu.sort(key=_order)  # events that were cut now begin with the window

@@ -1,4 +1,7 @@
-"""Corrects the thread of a CUDA call where the trace names a thread that had already ended.
+"""Corrects ids of CUDA calls: external ids that name no op, and threads that had already ended.
+
+In traces of 2023 the external id of a call repeats its correlation id, and equals the id of some op
+by accident.
 
 PyTorch's profiler maps a pthread id to a thread number once, for the life of the process. A new
 thread often reuses the pthread id of a thread that has ended, and its calls then get the ended
@@ -9,10 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from attnscope.profile.trace.events import CpuEvent, GpuEvent
+from attnscope.profile.trace.events import CpuEvent, GpuEvent, is_open
 from attnscope.profile.trace.markers import SENTINEL, SENTINEL_KERNEL
 
-CLOCKS_NS = 2000  # maximum difference between CUPTI's and PyTorch's clocks
+
+def drop_copied_ids(events: Sequence[CpuEvent], gpu: Sequence[GpuEvent]) -> None:
+    """Remove the external ids of calls and GPU work if they repeat the correlation ids and one of
+    them names an op that is not open at its call."""
+    ops = {e.external_id: e for e in events if e.kind == "op" and e.external_id}
+    calls = [e for e in events if e.kind == "call"]
+    timed = [(ops[e.external_id], e.start) for e in calls if e.external_id in ops]
+    copied = all(work.external_id in (0, work.correlation) for work in gpu)
+    if copied and not all(is_open(op, start) for op, start in timed):
+        for event in calls:
+            event.external_id = 0
+        for work in gpu:
+            work.external_id = 0
 
 
 def correct_threads(events: Sequence[CpuEvent], gpu: Iterable[GpuEvent]) -> None:
@@ -35,7 +50,7 @@ def correct_threads(events: Sequence[CpuEvent], gpu: Iterable[GpuEvent]) -> None
         if call.kind != "call":
             continue
         op = ops.get(call.external_id)
-        if op and op.start - CLOCKS_NS <= call.start < op.end + CLOCKS_NS:
+        if op and is_open(op, call.start):
             call.thread = op.thread
         elif call.correlation in own:
             lives = begin.get(call.thread, call.start + 1) <= call.start < end.get(call.thread, 0)

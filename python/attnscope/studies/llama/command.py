@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from attnscope.common.options import Device, bad_input, pick_device
-from attnscope.studies.outputs import Output, bad_output, finish, start, teller
-from attnscope.studies.records import Record
+from attnscope.studies.outputs import Output, bad_output, finish, progress, start
+from attnscope.studies.records import Row
 
 COMMAND = "profile_transformers"
 Size = Annotated[int, typer.Option(min=1)]
@@ -49,12 +49,12 @@ def transformers_command(
         )
         stem = output / "transformers"
         results = start(stem, environment(where, settings))
-    tell = teller(lambda one: f"{one['impl']}, {one['mode']}")
+    show = progress(lambda one: f"{one['impl']}, {one['mode']}")
 
-    def keep(record: Record) -> None:
+    def keep(record: Row) -> None:
         results.rows.append(record)
         results.save()
-        tell(record)
+        show(record)
 
     with bad_output(COMMAND, output):
         run_all(shape, where, on_done=keep)

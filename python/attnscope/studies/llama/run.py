@@ -25,8 +25,8 @@ from attnscope.profile.record.session import annotate, profile, synchronize
 from attnscope.profile.render.document import rows_of
 from attnscope.profile.render.terminal import attribution_line
 from attnscope.studies.parts import ATTENTION, BACKWARD, CORE, EMBEDDING, FORWARD, LOSS, MLP
-from attnscope.studies.records import Record
-from attnscope.studies.summary import summarise
+from attnscope.studies.records import Row
+from attnscope.studies.summary import gpu_work
 
 EAGER = "eager"
 IMPLS = (EAGER, "sdpa", NAME)
@@ -55,12 +55,11 @@ class Llama:
     def __post_init__(self) -> None:
         for name, of in (("hidden", "heads"), ("heads", "kv_heads")):
             if getattr(self, name) % getattr(self, of):
-                raise ValueError(
-                    f"{name}: {getattr(self, name)} is not a multiple of {of} ({getattr(self, of)})"
-                )
+                divisor, value = getattr(self, of), getattr(self, name)
+                raise ValueError(f"{name} must be a multiple of {of} ({divisor}), got {value}")
         if self.hidden // self.heads % 2:  # rotary angles turn pairs
             raise ValueError(
-                f"hidden: {self.hidden} is not an even multiple of heads ({self.heads})"
+                f"hidden must be an even multiple of heads ({self.heads}), got {self.hidden}"
             )
 
     @property
@@ -102,8 +101,8 @@ def run_all(
     shape: Llama,
     device: torch.device,
     impls: Sequence[str] = IMPLS,
-    on_done: Callable[[Record], None] = lambda record: None,
-) -> list[Record]:
+    on_done: Callable[[Row], None] = lambda record: None,
+) -> list[Row]:
     """Check and measure each implementation in each mode: records in that order.
 
     If the model or the reference cannot be built (out of memory, say), all of them fail.
@@ -139,7 +138,7 @@ def logits(model: Any, tokens: Tensor, impl: str) -> Tensor:
         return model(input_ids=tokens, use_cache=False).logits
 
 
-def check_logits(model: Any, tokens: Tensor, impls: Sequence[str]) -> dict[str, Record]:
+def check_logits(model: Any, tokens: Tensor, impls: Sequence[str]) -> dict[str, Row]:
     """Compare the logits of each implementation with fp64 logits of the same weights. Eager's error
     is the baseline of bf16. Each row must pass the gate of an attention row (see numerics), and the
     RMS error of all rows must be within RMS_BAR.
@@ -155,11 +154,11 @@ def check_logits(model: Any, tokens: Tensor, impls: Sequence[str]) -> dict[str, 
         except Exception as error:
             found[impl] = {"status": "failed", "reason": explain(error)}
         else:
-            found[impl] = judge(got, reference, baseline)
+            found[impl] = compare_logits(got, reference, baseline)
     return found
 
 
-def judge(got: Tensor, reference: Tensor, baseline: Tensor) -> Record:
+def compare_logits(got: Tensor, reference: Tensor, baseline: Tensor) -> Row:
     """Logits [B, S, V] against fp64's, with the baseline's error as the measure."""
     # As if they were the output of an attention with one head, [B, S, 1, V].
     out, want, usual = (t.unsqueeze(2) for t in (got, reference, baseline))
@@ -169,7 +168,7 @@ def judge(got: Tensor, reference: Tensor, baseline: Tensor) -> Record:
     ratio = rms / usual_rms if usual_rms else None
     reason = f"logits: {verdict.reason}" if not verdict.passed else None
     if reason is None and ratio is not None and ratio > RMS_BAR:
-        reason = f"logits: their error is {ratio:.3g} times eager's; allowed: {RMS_BAR}"
+        reason = f"logits must have at most {RMS_BAR} times eager's error, got {ratio:.3g} times"
     return {
         "status": "wrong" if reason else "ok",
         "reason": reason,
@@ -183,7 +182,7 @@ def judge(got: Tensor, reference: Tensor, baseline: Tensor) -> Record:
 # Passes
 
 
-def _attempt(model: Any, tokens: Tensor, impl: str, mode: str) -> Record:
+def _attempt(model: Any, tokens: Tensor, impl: str, mode: str) -> Row:
     """The record of `measure`, or why it failed."""
     try:
         return measure(model, tokens, impl, mode)
@@ -195,7 +194,7 @@ def _attempt(model: Any, tokens: Tensor, impl: str, mode: str) -> Record:
         model.zero_grad()
 
 
-def measure(model: Any, tokens: Tensor, impl: str, mode: str) -> Record:
+def measure(model: Any, tokens: Tensor, impl: str, mode: str) -> Row:
     """Wall times of PASSES passes without the profiler and with it, and the profile's tables.
 
     Raises NotImplementedError where the implementation has no backward.
@@ -229,13 +228,13 @@ def measure(model: Any, tokens: Tensor, impl: str, mode: str) -> Record:
     }
 
 
-def tables(found: Profile) -> Record:
+def tables(found: Profile) -> Row:
     """A profile as part of a record: times in microseconds, of all passes together.
 
     Raises ProfileError for tables that contradict themselves.
     """
     assert found.wall_s is not None
-    record: Record = {
+    record: Row = {
         "profiled_ms": found.wall_s * 1e3 / PASSES,
         "attribution": attribution_line(found.attribution),
         "no_kernels": None if found.trace.kernels else NO_GPU,
@@ -244,7 +243,7 @@ def tables(found: Profile) -> Record:
         "symbols": rows_of(found.kernels()),
         "stages": rows_of(found.stages()),
     }
-    return record | (summarise(found) if found.trace.kernels else {})
+    return record | (asdict(gpu_work(found)) if found.trace.kernels else {})
 
 
 def _infer(model: Any, tokens: Tensor) -> None:

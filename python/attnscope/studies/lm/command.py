@@ -10,7 +10,7 @@ import typer
 from attnscope.common.console import say
 from attnscope.common.options import Device, bad_input, integers, pick_device, split
 from attnscope.studies.lm.model import PRECISIONS, SIZES, TINY, model_config
-from attnscope.studies.outputs import Output, bad_output, finish, start, teller
+from attnscope.studies.outputs import Output, bad_output, finish, progress, start
 
 if TYPE_CHECKING:
     from attnscope.common.results import Results
@@ -52,7 +52,7 @@ def lm_command(
         from attnscope.studies.lm.run import Run
 
         if precision not in PRECISIONS:
-            raise ValueError(f"precision: {precision!r} is not one of {', '.join(PRECISIONS)}")
+            raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
         where = str(pick_device(device))
         names = list(SIZES) if models == "all" else split(models)
         runs = [
@@ -65,17 +65,17 @@ def lm_command(
                 device=where,
             )
             for name in names
-            for context in integers(contexts, "--contexts")
+            for context in integers(contexts, "contexts")
             for one in resolve(split(impl))
         ]
         if not runs:
-            raise ValueError(f"nothing to run: --models {models!r}, --impl {impl!r}")
+            raise ValueError(f"models, impl must each name one or more, got {models!r}, {impl!r}")
+    from attnscope.studies.lm.records import read_models
     from attnscope.studies.lm.report import model_report
-    from attnscope.studies.records import checked
 
     results = _measure(runs, output / "lm", timeout, where, resume)
     finish("profile_model", lambda: model_report(results.rows, results.env), output / "lm")
-    statuses = {checked(record)["status"] for record in results.rows}
+    statuses = {record.status for record in read_models(results.rows)}
     if "refused" in statuses or "ok" not in statuses:
         raise typer.Exit(1)
 
@@ -113,16 +113,16 @@ def _measure(
     import torch
 
     from attnscope.common.environment import environment
+    from attnscope.studies.lm.records import read_models
     from attnscope.studies.lm.run import run_all
-    from attnscope.studies.records import check_configurations
 
     with bad_input("profile_model"):
         results = start(stem, environment(torch.device(device), {}), resume)
-        check_configurations(results.rows)
-    told = teller(lambda one: f"{one['model']}, context {one['context']}, {one['impl']}")
+        read_models(results.rows)  # raises an error before anything runs
+    show = progress(lambda one: f"{one['model']}, context {one['context']}, {one['impl']}")
     try:
         with bad_output("profile_model", stem.parent):
-            run_all(runs, results, timeout_s=timeout_s, on_done=told)
+            run_all(runs, results, timeout_s=timeout_s, on_done=show)
     except KeyboardInterrupt:
         how = "" if resume is None else "; go on with --resume"
         done = f"{results.path} has what was done{how}" if results.rows else "nothing was done yet"

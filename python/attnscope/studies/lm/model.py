@@ -61,9 +61,11 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}: {value!r} is not an integer of at least 1")
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         if self.d_model % self.heads:
-            raise ValueError(f"d_model: {self.d_model} is not a multiple of heads ({self.heads})")
+            raise ValueError(
+                f"d_model must be a multiple of heads ({self.heads}), got {self.d_model}"
+            )
 
     @property
     def head_dim(self) -> int:
@@ -93,7 +95,7 @@ def model_config(name: str, context: int) -> ModelConfig:
     if name == TINY:
         return ModelConfig(d_model=64, d_ff=256, layers=2, heads=4, context=context, vocabulary=256)
     if name not in SIZES:
-        raise ValueError(f"model: {name!r} is not one of {', '.join([*SIZES, TINY])}")
+        raise ValueError(f"model must be one of {', '.join([*SIZES, TINY])}, got {name!r}")
     d, layers, heads = SIZES[name]
     return ModelConfig(d_model=d, d_ff=4 * d, layers=layers, heads=heads, context=context)
 
@@ -174,7 +176,7 @@ class Training:
         precision: str = "autocast",
     ) -> None:
         if precision not in PRECISIONS:
-            raise ValueError(f"precision: {precision!r} is not one of {', '.join(PRECISIONS)}")
+            raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
         weights, self.autocast = PRECISIONS[precision]
         work = attention_work(config, batch, precision)
         (impl,) = resolve([attention])

@@ -7,20 +7,20 @@ every other configuration, so that a difference has one cause.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
-from typing import Any
+from typing import Any, TypeGuard
 
 from attnscope.profile.analysis.kernel_names import CATEGORIES
 from attnscope.profile.render.document import Document, Section
 from attnscope.profile.render.figures import CATEGORY_COLOURS, stacked_bars
 from attnscope.studies.lm.model import ModelConfig
+from attnscope.studies.lm.records import Model, ProfiledModel, TimedModel, read_models
 from attnscope.studies.lm.run import Run
-from attnscope.studies.parts import ATTENTION, CORE, OPTIMIZER, PARTS, PHASES
-from attnscope.studies.records import OUTSIDE, Record, by_category, check_record, part_times
+from attnscope.studies.outputs import origin
+from attnscope.studies.parts import ATTENTION, CORE, OPTIMIZER, OUTSIDE, PARTS, PHASES
+from attnscope.studies.records import Row
 
-Row = dict[str, Any]
 UNFUSED = ("naive", "sdpa-math")  # impls whose products and softmax are kernels of their own
 
 
@@ -62,72 +62,72 @@ def runs(config: ModelConfig, ways: Sequence[Recipe], device: str) -> list[Run]:
     ]
 
 
-def pair_report(records: Sequence[Record], env: Mapping[str, Any]) -> Document:
-    """The effect of each change, from the records of `runs` in their order.
+def pair_report(rows: Sequence[Row], env: Mapping[str, Any]) -> Document:
+    """The effect of each change, from the rows of `runs` in their order.
 
-    Raises ProfileError for a record that contradicts itself, ValueError if plain or optimised have
-    no times.
+    Raises ValueError for a row that contradicts itself, and if plain or optimised have no times.
     """
+    records = read_models(rows)
     for record in records:
-        if record["status"] == "ok":
-            check_record(record)
-    good = [record for record in records if record["status"] == "ok" and not record["no_backward"]]
+        if record.status == "refused":
+            raise ValueError(record.reason)
+    good = [record for record in records if _has_step(record)]
     if len(good) < 2 or good[0] is not records[0]:
-        said = "; ".join(f"{r['model']}: {_why(r)}" for r in records if r not in good)
-        raise ValueError(f"pair: nothing to compare: {said}")
+        reasons = "; ".join(f"{one.model}: {_why(one)}" for one in records if one not in good)
+        raise ValueError(f"pair must have times of its plain and another loop, got none: {reasons}")
     plain, best = good[0], good[-1]
     speed = _microseconds(plain) / _microseconds(best)
     lead = [
-        f"{env.get('gpu') or env.get('cpu')}, torch {env.get('torch')}, {env.get('time')}",
-        f"d_model {plain['d_model']}, {plain['layers']} layers, {plain['heads']} heads, context "
-        f"{plain['context']}, vocabulary {plain['vocabulary']:,}",
-        f"From the plain loop to '{best['model']}': {speed:.2f} times the tokens a second.",
+        origin(env),
+        f"d_model {plain.d_model}, {plain.layers} layers, {plain.heads} heads, context "
+        f"{plain.context}, vocabulary {plain.vocabulary:,}",
+        f"From the plain loop to '{best.model}': {speed:.2f} times the tokens a second.",
     ]
     sections = [_changes(records)]
-    if plain["no_kernels"] is None and best["no_kernels"] is None:
-        sections += [_parts(plain, best), _categories(good), _why_section(good)]
+    profiled = [one for one in good if isinstance(one, ProfiledModel)]
+    if len(profiled) == len(good):
+        sections += [_parts(profiled[0], profiled[-1]), _categories(profiled)]
+        sections.append(_why_section(profiled))
     else:
-        lead.append(f"No GPU time: {plain['no_kernels'] or best['no_kernels']}.")
+        lead.append(f"No GPU time: {next(filter(None, (one.no_kernels for one in good)))}.")
     return Document("A plain training loop and its optimised twin", lead, sections)
 
 
-def _why(record: Record) -> str:
-    return str(record.get("no_backward") or record["reason"])
+def _has_step(record: Model) -> TypeGuard[TimedModel]:
+    return isinstance(record, TimedModel) and record.no_backward is None
 
 
-def _tokens(record: Record) -> int:
-    return int(record["batch"] * record["context"])
+def _why(record: Model) -> str:
+    """Why a record has no time of a step."""
+    return str(record.no_backward if isinstance(record, TimedModel) else record.reason)
 
 
-def _microseconds(record: Record) -> float:
+def _microseconds(record: TimedModel) -> float:
     """Wall clock of a step without the profiler, by token."""
-    walls = sum(median(record["wall_ms"][phase]) for phase in PHASES)
-    return walls * 1e3 / _tokens(record)
+    return sum(map(record.wall, PHASES)) * 1e3 / record.tokens
 
 
-def _changes(records: Sequence[Record]) -> Section:
+def _changes(records: Sequence[Model]) -> Section:
     rows: list[Row] = []
-    first = before = _microseconds(records[0])
+    times: list[float] = []
     for record in records:
-        row: Row = {"change": record["model"], "tokens a step": _tokens(record)}
-        if record["status"] != "ok" or record["no_backward"]:
+        row: Row = {"change": record.model, "tokens a step": record.tokens}
+        if not _has_step(record):
             rows.append(row | {"not measured": _why(record)})
             continue
-        now = _microseconds(record)
-        row |= {"us a token": now, "speed, to the one before": before / now}
-        row["speed, to plain"] = first / now
-        if record["no_kernels"] is None:
-            use = record["efficiency"]
-            row["GPU us a token"] = record["total_us"] / _tokens(record)
-            row["kernels a step"] = sum(kernel["calls"] for kernel in record["kernels"])
-            row["tensor-core time %"] = _percent(use["tensor_core_time_share"])
-            row["GPU utilisation, profiled %"] = _percent(use["gpu_utilisation"])
-        row["peak GiB"] = record["peak_memory_gib"]
+        times.append(_microseconds(record))
+        row |= {"us a token": times[-1], "speed, to the one before": times[-2:][0] / times[-1]}
+        row["speed, to plain"] = times[0] / times[-1]
+        if isinstance(record, ProfiledModel):
+            row["GPU us a token"] = record.total_us / record.tokens
+            row["kernels a step"] = sum(kernel.calls for kernel in record.kernels)
+            row["tensor-core time %"] = _percent(record.efficiency.tensor_core_time_share)
+            row["GPU utilisation, profiled %"] = _percent(record.efficiency.gpu_utilisation)
+        row["peak GiB"] = record.peak_memory_gib
         rows.append(row)
-        before = now
     text = (
         "One change after the other. Time a token is the wall clock of a step without the profiler "
-        "over its tokens; GPU time is of one profiled step."
+        "over its tokens; GPU time is from one profiled step."
     )
     return Section("Changes", text, rows)
 
@@ -136,12 +136,12 @@ def _percent(share: float | None) -> float | None:
     return None if share is None else 100 * share
 
 
-def _a_token(record: Record, times: Counter[str]) -> dict[str, float]:
-    return {name: time / _tokens(record) for name, time in times.items()}
+def _a_token(record: Model, times: Counter[str]) -> dict[str, float]:
+    return {name: time / record.tokens for name, time in times.items()}
 
 
-def _parts(plain: Record, best: Record) -> Section:
-    a, b = (_a_token(record, part_times(record)) for record in (plain, best))
+def _parts(plain: ProfiledModel, best: ProfiledModel) -> Section:
+    a, b = (_a_token(record, record.part_times()) for record in (plain, best))
     rows = []
     for name in (*PARTS, OPTIMIZER, OUTSIDE):
         if name not in a and name not in b:
@@ -163,8 +163,8 @@ def _parts(plain: Record, best: Record) -> Section:
     return Section("Parts", text, rows)
 
 
-def _categories(records: Sequence[Record]) -> Section:
-    bars = {record["model"]: _a_token(record, by_category(record)) for record in records}
+def _categories(records: Sequence[ProfiledModel]) -> Section:
+    bars = {record.model: _a_token(record, record.by_category()) for record in records}
     rows = [
         {"change": name} | {f"{c} us": bar.get(c, 0.0) for c in CATEGORIES}
         for name, bar in bars.items()
@@ -173,27 +173,27 @@ def _categories(records: Sequence[Record]) -> Section:
     return Section("Kernel categories", "Kernel time by token and category.", rows, figure)
 
 
-def _why_section(records: Sequence[Record]) -> Section:
+def _why_section(records: Sequence[ProfiledModel]) -> Section:
     """What changed between neighbours, in numbers of the records: where time went, what ended."""
     rows = []
     for before, after in zip(records, records[1:], strict=False):
-        a, b = (_a_token(record, by_category(record)) for record in (before, after))
+        a, b = (_a_token(record, record.by_category()) for record in (before, after))
         moved = sorted(CATEGORIES, key=lambda c: -abs(b.get(c, 0.0) - a.get(c, 0.0)))[:3]
-        told = [f"{c} {a.get(c, 0.0):.3g} to {b.get(c, 0.0):.3g}" for c in moved]
-        kinds = {one["kind"] for one in after["findings"]}
-        ended = [one["title"] for one in before["findings"] if one["kind"] not in kinds]
-        row = {"change": after["model"], "moved most, us a token": "; ".join(told)}
-        for label, of in _FIGURES.items():
-            old, new = of(before), of(after)
+        times = [f"{c} {a.get(c, 0.0):.3g} to {b.get(c, 0.0):.3g}" for c in moved]
+        kinds = {one.kind for one in after.findings}
+        ended = [one.title for one in before.findings if one.kind not in kinds]
+        row: Row = {"change": after.model, "moved most, us a token": "; ".join(times)}
+        for label, name in _FIGURES.items():
+            old, new = (getattr(one.efficiency, name) for one in (before, after))
             row[label] = "-" if old is None or new is None else f"{old:.1%} to {new:.1%}"
         rows.append(row | {"no longer found": "; ".join(ended) or None})
-    last = [f"{one['kind']}: {one['title']}." for one in records[-1]["findings"]]
+    last = [f"{one.kind}: {one.title}." for one in records[-1].findings]
     notes = ["What is still found in the last one:", *last] if last else []
     text = "Kernel time by token that each change moved, and findings that it ended."
     return Section("Why", text, rows, notes=notes)
 
 
-_FIGURES: dict[str, Callable[[Record], float | None]] = {
-    "time in tensor-core kernels": lambda r: r["efficiency"]["tensor_core_time_share"],
-    "GPU utilisation, profiled": lambda r: r["efficiency"]["gpu_utilisation"],
+_FIGURES = {
+    "time in tensor-core kernels": "tensor_core_time_share",
+    "GPU utilisation, profiled": "gpu_utilisation",
 }

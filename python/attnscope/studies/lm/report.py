@@ -1,4 +1,4 @@
-"""The model-by-context report: where the time of a training step goes, from records of `model_run`.
+"""The model-by-context report: where the time of a training step goes, from records of `lm.run`.
 
 Every number is measured or computed from measured numbers; a configuration without numbers is a row
 with the reason. A record that contradicts itself is refused, and its row has the reason.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import Any
 
 from attnscope.profile.analysis.invariants import SLACK_US
@@ -16,40 +15,47 @@ from attnscope.profile.analysis.kernel_names import CATEGORIES
 from attnscope.profile.errors import ProfileError
 from attnscope.profile.render.document import Document, Section
 from attnscope.profile.render.figures import CATEGORY_COLOURS, PART_COLOURS, stacked_bars
+from attnscope.studies.lm.records import Model, ProfiledModel, TimedModel, read_models
 from attnscope.studies.lm.run import TIMED_STEPS
-from attnscope.studies.parts import ATTENTION, BACKWARD, CORE, FORWARD, OPTIMIZER, PARTS, PHASES
-from attnscope.studies.records import OUTSIDE, Record, by_category, checked, part_times
+from attnscope.studies.outputs import origin
+from attnscope.studies.parts import (
+    ATTENTION,
+    BACKWARD,
+    CORE,
+    FORWARD,
+    OPTIMIZER,
+    OUTSIDE,
+    PARTS,
+    PHASES,
+)
+from attnscope.studies.records import Row, total_by
 from attnscope.studies.summary import SOFTMAX_OPS
 
-Row = dict[str, Any]
 TOP = 3  # kernels shown of each configuration, in the forward pass and in the step
 # Wall time is taken without the profiler, kernel time with it; clocks differ by less than this.
 BOTH_RUNS = 1.10
 PHASE_COLOURS = dict(zip(PHASES, list(PART_COLOURS.values())[:3], strict=True))
 
 
-def model_report(records: Sequence[Record], env: Mapping[str, Any]) -> Document:
-    """The report of the records of one device, in the form of a result file.
+def model_report(rows: Sequence[Row], env: Mapping[str, Any]) -> Document:
+    """The report of the rows of a result file, from one device.
 
     Raises ProfileError where configurations have the same kernel time to the nanosecond: a table
     of constants is not measured.
     """
-    # Columns that distinguish configurations, besides model, context and impl.
-    also = [key for key in ("precision", "batch") if len({one[key] for one in records}) > 1]
-    names = ("model", "context", "impl", *also)
-    rows = [checked(one) | {"key": {name: one[name] for name in names}} for one in records]
-    good = [one for one in rows if one["status"] == "ok"]
-    _refuse_constants(good)
-    kernels = [one for one in good if one["no_kernels"] is None]
+    records = read_models(rows)
+    good = [one for one in records if isinstance(one, TimedModel)]
+    kernels = [one for one in good if isinstance(one, ProfiledModel)]
+    _refuse_constants(kernels)
     lead = [
-        f"{env.get('gpu') or env.get('cpu')}, torch {env.get('torch')}, {env.get('time')}",
+        origin(env),
         "GPU time is the sum of kernel durations in one profiled step; copies are apart. The wall "
         f"clock is the median of {TIMED_STEPS} steps without the profiler. The device is waited "
         "for after each phase.",
         "Backward kernels belong to the part of the model whose forward op they are the backward "
         "of.",
     ]
-    sections = [_configurations(rows)]
+    sections = [_configurations(records)]
     if good:
         sections.append(_wall_clock(good))
     if kernels:
@@ -63,86 +69,74 @@ def model_report(records: Sequence[Record], env: Mapping[str, Any]) -> Document:
     return Document("Where the time of a training step goes", lead, sections)
 
 
-def _refuse_constants(records: Sequence[Record]) -> None:
-    measured = (record for record in records if record["no_kernels"] is None)
+def _refuse_constants(records: Sequence[ProfiledModel]) -> None:
     times = Counter(
-        (record["total_us"], *(phase["kernel_us"] for phase in record["phases"].values()))
-        for record in measured
+        (one.total_us, *(phase.kernel_us for phase in one.phases.values())) for one in records
     )
     for (total, *_), count in times.items():
         if count > 1:
             raise ProfileError(
-                f"{count} configurations have {total} us of kernels each, to the nanosecond: that "
-                "is not measured"
+                f"kernel times must differ between configurations, got {total} us in {count} of "
+                "them, to the nanosecond: that is not measured"
             )
 
 
 # Sections
 
 
-def _label(record: Record) -> str:
-    return " ".join(map(str, record["key"].values()))
-
-
-def _key(record: Record) -> Row:
-    return dict(record["key"])
-
-
-def _configurations(records: Sequence[Record]) -> Section:
+def _configurations(records: Sequence[Model]) -> Section:
     rows = [
-        _key(record)
+        record.key
         | {
-            "parameters, M": record["parameters"] / 1e6,
-            "precision": record["precision"],
-            "batch": record["batch"],
-            "status": record["status"],
-            "peak GiB": record.get("peak_memory_gib"),
-            "owned by ops %": _owned(record),
-            "reason": "; ".join(filter(None, map(record.get, _REASONS))) or None,
+            "parameters, M": record.parameters / 1e6,
+            "precision": record.precision,
+            "batch": record.batch,
+            "status": record.status,
+            "peak GiB": record.peak_memory_gib if isinstance(record, TimedModel) else None,
+            "owned by ops %": 100 * record.owned if isinstance(record, ProfiledModel) else None,
+            "reason": _reasons(record),
         }
         for record in records
     ]
-    counts = Counter(record["status"] for record in records)
-    said = ", ".join(f"{count} {status}" for status, count in counts.items())
-    return Section("Configurations", f"{len(records)} configurations: {said}.", rows)
+    counts = Counter(record.status for record in records)
+    statuses = ", ".join(f"{count} {status}" for status, count in counts.items())
+    return Section("Configurations", f"{len(records)} configurations: {statuses}.", rows)
 
 
-_REASONS = ("reason", "no_backward", "no_kernels")
+def _reasons(record: Model) -> str | None:
+    reasons = [record.reason]
+    if isinstance(record, TimedModel):
+        reasons += [record.no_backward, record.no_kernels]
+    return "; ".join(filter(None, reasons)) or None
 
 
-def _owned(record: Record) -> float | None:
-    has = record["status"] == "ok" and record["no_kernels"] is None
-    return 100 * record["owned"] if has else None
-
-
-def _wall_clock(records: Sequence[Record]) -> Section:
+def _wall_clock(records: Sequence[TimedModel]) -> Section:
     rows = []
     for record in records:
-        walls = {phase: median(times) for phase, times in record["wall_ms"].items()}
-        row = _key(record) | {f"{phase} ms": walls.get(phase) for phase in PHASES}
-        if record["no_backward"] is None:
+        walls = {phase: record.wall(phase) for phase in record.phase_names}
+        row = record.key | {f"{phase} ms": walls.get(phase) for phase in PHASES}
+        if record.no_backward is None:
             step = sum(walls.values())
-            tokens = record["batch"] * record["context"]
-            row |= {"step ms": step, "tokens a second": tokens / step * 1e3}
+            row |= {"step ms": step, "tokens a second": record.tokens / step * 1e3}
         rows.append(row)
     return Section("Wall clock", "Phases of a step without the profiler.", rows)
 
 
-def _forward_time(records: Sequence[Record]) -> Section:
+def _forward_time(records: Sequence[ProfiledModel]) -> Section:
     rows, doubtful = [], []
     for record in records:
-        wall, phase = median(record["wall_ms"][FORWARD]), record["phases"][FORWARD]
-        row = _key(record) | {
+        wall, phase = record.wall(FORWARD), record.phases[FORWARD]
+        row = record.key | {
             "wall clock ms": wall,
-            "with the profiler ms": phase["wall_us"] / 1e3,
-            "first to last kernel ms": phase["span_us"] / 1e3,
-            "GPU busy ms": phase["busy_us"] / 1e3,
-            "kernels": phase["kernels"],
+            "with the profiler ms": phase.wall_us / 1e3,
+            "first to last kernel ms": phase.span_us / 1e3,
+            "GPU busy ms": phase.busy_us / 1e3,
+            "kernels": phase.kernels,
         }
-        if phase["busy_us"] / 1e3 > BOTH_RUNS * wall:
-            doubtful.append(_label(record))
+        if phase.busy_us / 1e3 > BOTH_RUNS * wall:
+            doubtful.append(record.label)
         else:
-            row["GPU busy of wall %"] = min(100.0, 100 * phase["busy_us"] / 1e3 / wall)
+            row["GPU busy of wall %"] = min(100.0, 100 * phase.busy_us / 1e3 / wall)
         rows.append(row)
     text = (
         "The wall clock has what the CPU adds where the GPU waits for launches; the profiler adds "
@@ -157,21 +151,19 @@ def _forward_time(records: Sequence[Record]) -> Section:
     return Section("Forward time", text, rows, notes=notes)
 
 
-def _top_kernels(records: Sequence[Record]) -> Section:
+def _top_kernels(records: Sequence[ProfiledModel]) -> Section:
     rows = []
     for record in records:
         for where, chosen in (
-            ("forward", [row for row in record["kernels"] if row["phase"] == FORWARD]),
-            ("step", record["kernels"] if record["no_backward"] is None else []),
+            ("forward", [one for one in record.kernels if one.phase == FORWARD]),
+            ("step", record.kernels if record.no_backward is None else []),
         ):
-            times, calls = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-            for row in chosen:
-                times[row["kernel"], row["category"]] += row["total_us"]
-                calls[row["kernel"], row["category"]] += row["calls"]
+            times = total_by(((one.kernel, one.category), one.total_us) for one in chosen)
+            calls = total_by(((one.kernel, one.category), one.calls) for one in chosen)
             whole = times.total()
             for key, time in times.most_common(TOP):
                 rows.append(
-                    _key(record)
+                    record.key
                     | {"in": where, "kernel": key[0], "category": key[1], "count": calls[key]}
                     | {"total ms": time / 1e3, "mean us": time / calls[key]}
                     | {"share %": 100 * time / whole}
@@ -180,39 +172,39 @@ def _top_kernels(records: Sequence[Record]) -> Section:
     return Section("Top kernels", text, rows)
 
 
-def _categories(records: Sequence[Record]) -> Section:
+def _categories(records: Sequence[ProfiledModel]) -> Section:
     rows, bars = [], {}
     for record in records:
-        times = by_category(record, FORWARD)
-        row = _key(record) | {"forward ms": times.total() / 1e3}
+        times = record.by_category(FORWARD)
+        row = record.key | {"forward ms": times.total() / 1e3}
         rows.append(row | {f"{c} %": 100 * times[c] / times.total() for c in CATEGORIES})
-        bars[_label(record)] = {c: 100 * times[c] / times.total() for c in CATEGORIES}
+        bars[record.label] = {c: 100 * times[c] / times.total() for c in CATEGORIES}
     text = (
         "Kernel time inside the forward range, by what the kernel's symbol says it is. A fused "
-        "attention kernel is attention: its matrix products and softmax are not told apart."
+        "attention kernel is attention: its matrix products and softmax are one kernel."
     )
     figure = stacked_bars(bars, CATEGORY_COLOURS, "% of the kernel time of the forward pass")
     return Section("Kernel categories in the forward pass", text, rows, figure)
 
 
-def _phases(records: Sequence[Record]) -> Section:
+def _phases(records: Sequence[ProfiledModel]) -> Section:
     rows, bars, notes = [], {}, []
     for record in records:
-        if record["no_backward"] is not None:
-            notes.append(f"{_label(record)}: forward only: {record['no_backward']}.")
+        if record.no_backward is not None:
+            notes.append(f"{record.label}: forward only: {record.no_backward}.")
             continue
-        times = {phase: record["phases"][phase]["kernel_us"] for phase in PHASES}
+        times = {phase: record.phases[phase].kernel_us for phase in PHASES}
         whole = sum(times.values())
-        row = _key(record) | {"step ms": whole / 1e3}
+        row = record.key | {"step ms": whole / 1e3}
         row |= {f"{phase} ms": time / 1e3 for phase, time in times.items()}
         row |= {f"{phase} %": 100 * time / whole for phase, time in times.items()}
         for phase in (FORWARD, BACKWARD, None):
-            found = by_category(record, phase)
+            found = record.by_category(phase)
             row[f"GEMM of {phase or 'step'} %"] = 100 * found["GEMM"] / found.total()
-        if record["total_us"] > whole + SLACK_US:
-            row["in no phase ms"] = (record["total_us"] - whole) / 1e3
+        if record.total_us > whole + SLACK_US:
+            row["in no phase ms"] = (record.total_us - whole) / 1e3
         rows.append(row)
-        bars[_label(record)] = {phase: time / 1e3 for phase, time in times.items()}
+        bars[record.label] = {phase: time / 1e3 for phase, time in times.items()}
     text = (
         "GPU time of the three phases, and how much of it is matrix products: the optimizer has "
         "none, so their share in a step is below that in a forward pass."
@@ -221,33 +213,33 @@ def _phases(records: Sequence[Record]) -> Section:
     return Section("Forward, backward, optimizer", text, rows, figure, notes)
 
 
-def _parts(records: Sequence[Record]) -> Section:
+def _parts(records: Sequence[ProfiledModel]) -> Section:
     names = (*PARTS, OPTIMIZER, OUTSIDE)
     rows = []
     for record in records:
-        times = part_times(record)
+        times = record.part_times()
         rows.append(
-            _key(record)
+            record.key
             | {"GPU ms": times.total() / 1e3}
-            | {f"{_told(name)} %": 100 * times[name] / times.total() for name in names}
+            | {f"{_heading(name)} %": 100 * times[name] / times.total() for name in names}
         )
     text = (
         "GPU time of forward and backward by part of the model. Projections are the matrix "
-        "products before and after the attention core; outside is what no range holds."
+        "products before and after the attention core; outside is what no range contains."
     )
     return Section("Parts of the model", text, rows)
 
 
-def _told(part: str) -> str:
+def _heading(part: str) -> str:
     return {ATTENTION: "Projections", OUTSIDE: "outside"}.get(part, part)
 
 
-def _inside_attention(records: Sequence[Record]) -> Section:
+def _inside_attention(records: Sequence[ProfiledModel]) -> Section:
     rows = []
     for record in records:
         for phase in (FORWARD, BACKWARD):
             if core := _core(record, phase):
-                rows.append(_key(record) | {"phase": phase} | core)
+                rows.append(record.key | {"phase": phase} | core)
     text = (
         "The attention core of all layers: two matrix products (four in backward, five where one "
         "is computed again) and the softmax between them. FLOPs of products are counted from "
@@ -259,17 +251,14 @@ def _inside_attention(records: Sequence[Record]) -> Section:
     return Section("Inside attention", text, rows)
 
 
-def _core(record: Record, phase: str) -> Row | None:
-    times: Counter[str] = Counter()
-    calls: Counter[str] = Counter()
-    for row in record["kernels"]:
-        if (row["phase"], row["part"]) == (phase, CORE):
-            times[row["category"]] += row["total_us"]
-            calls[row["category"]] += row["calls"]
+def _core(record: ProfiledModel, phase: str) -> Row | None:
+    core = [one for one in record.kernels if (one.phase, one.part) == (phase, CORE)]
+    times = total_by((one.category, one.total_us) for one in core)
+    calls = total_by((one.category, one.calls) for one in core)
     if not times:
         return None
-    work = [row for row in record["flops"] if (row["phase"], row["part"]) == (phase, CORE)]
-    flops = work[0]["flops"] if work else None
+    work = [one for one in record.flops if (one.phase, one.part) == (phase, CORE)]
+    flops = work[0].flops if work else None
     found: Row = {"core ms": times.total() / 1e3, "product FLOPs, G": _giga(flops)}
     if times["attention"]:
         found["form"] = f"fused: {calls['attention']} attention kernels"
@@ -277,7 +266,7 @@ def _core(record: Record, phase: str) -> Row | None:
         found["fused ps a FLOP"] = _picoseconds(times["attention"], flops)
         rest = times.total() - times["attention"]
     else:
-        softmax = record["softmax_flops"].get(phase)
+        softmax = record.softmax_flops.get(phase)
         products_cost = _picoseconds(times["GEMM"], flops)
         softmax_cost = _picoseconds(times["softmax"], softmax)
         found["form"] = "separate kernels"
@@ -288,7 +277,7 @@ def _core(record: Record, phase: str) -> Row | None:
             found["softmax over products, a FLOP"] = softmax_cost / products_cost
         rest = times.total() - times["GEMM"] - times["softmax"]
     found["rest ms"] = rest / 1e3
-    found["no FLOPs because"] = work[0]["reason"] if work else "no op with a FLOP formula"
+    found["no FLOPs because"] = work[0].reason if work else "no op with a FLOP formula"
     return found
 
 

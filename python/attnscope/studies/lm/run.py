@@ -17,8 +17,9 @@ from attnscope.profile.record.session import annotate, profile, synchronize
 from attnscope.ranges import MEASURE, WARMUP
 from attnscope.studies.isolation import run_apart
 from attnscope.studies.lm.model import ModelConfig, Training
-from attnscope.studies.records import Record, checked
-from attnscope.studies.summary import summarise
+from attnscope.studies.lm.records import read_model
+from attnscope.studies.records import Row
+from attnscope.studies.summary import gpu_work
 
 if TYPE_CHECKING:
     from attnscope.common.results import Results
@@ -39,14 +40,14 @@ class Run:
     device: str = "cuda"
 
     @property
-    def key(self) -> Record:
+    def key(self) -> Row:
         """The fields that distinguish it from other configurations of the same device."""
         shape = asdict(self.config) | {"parameters": self.config.parameters}
         how = {"impl": self.impl, "precision": self.precision, "batch": self.batch}
         return {"model": self.name, **how, **shape}
 
 
-def measure(run: Run) -> Record:
+def measure(run: Run) -> Row:
     """Run a configuration in this process: its record, with status "ok".
 
     Raises Unsupported where the impl cannot do it, and whatever running it raises.
@@ -80,7 +81,7 @@ def measure(run: Run) -> Record:
     if record["no_kernels"] is None:
         recorded = profile(run.name, warmup=0)(training.step)
         recorded()
-        record |= summarise(recorded.profile)
+        record |= asdict(gpu_work(recorded.profile))
     return record
 
 
@@ -95,7 +96,7 @@ def run_all(
     results: Results,
     *,
     timeout_s: float = 600.0,
-    on_done: Callable[[Record], None] = lambda record: None,
+    on_done: Callable[[Row], None] = lambda record: None,
 ) -> None:
     """Measure each configuration that `results` has no record of, each in its own process.
 
@@ -104,7 +105,8 @@ def run_all(
     """
     for run in runs:
         same = [i for i, old in enumerate(results.rows) if run.key.items() <= old.items()]
-        if any(checked(results.rows[i])["status"] in ("ok", "skipped") for i in same):
+        statuses = {read_model(results.rows[at], f"record {at + 1}").status for at in same}
+        if statuses & {"ok", "skipped"}:
             continue
         record = run_apart(run, timeout_s, measure)
         at = same[0] if same else len(results.rows)

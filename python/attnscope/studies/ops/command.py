@@ -8,7 +8,7 @@ import typer
 
 from attnscope.common.options import Device, bad_input, pick_device
 from attnscope.profile.record.attached import attached_tool
-from attnscope.studies.outputs import Output, bad_output, finish, start, teller
+from attnscope.studies.outputs import Output, bad_output, finish, progress, start
 
 COMMAND = "profile_ops"
 
@@ -22,20 +22,23 @@ def ops_command(output: Output = Path("attribution_report"), device: Device = No
         import torch
 
         from attnscope.common.environment import environment
+        from attnscope.studies.ops.records import read_attempts
         from attnscope.studies.ops.report import attribution_report, missed
         from attnscope.studies.ops.run import CALLS, measure_all
 
         where = pick_device(device)
         if where.type != "cuda":
-            raise ValueError("device: needs a CUDA device: it is GPU time that is accounted for")
+            raise ValueError(f"device must be a CUDA device, got {where}")
         if tool := attached_tool():
-            raise ValueError(f"runs under {tool[0]} ({tool[1]}); run it without")
+            raise ValueError(
+                f"profile_ops must be the only user of CUPTI, got {tool[0]} ({tool[1]})"
+            )
         torch.cuda.set_device(where)
         stem = output / "attribution"
         results = start(stem, environment(where, {"calls": CALLS}))
     with bad_output(COMMAND, output):
-        measure_all(results, where, teller(lambda one: f"{one['call']}, {one['start']}"))
+        measure_all(results, where, progress(lambda one: f"{one['call']}, {one['start']}"))
     finish(COMMAND, lambda: attribution_report(results.rows, results.env), stem)
-    measured = any(record["status"] == "ok" for record in results.rows)
-    if not measured or any(map(missed, results.rows)):
+    records = read_attempts(results.rows)
+    if not any(record.status == "ok" for record in records) or any(map(missed, records)):
         raise typer.Exit(1)

@@ -84,9 +84,9 @@ def reconcile(
     import torch
 
     if not torch.cuda.is_available():
-        raise ValueError("fn: there is no CUDA device to time it on")
+        raise ValueError("fn must run on a CUDA device, got a machine without one")
     if samples < 2:
-        raise ValueError(f"samples: is {samples}; allowed: 2 or more")
+        raise ValueError(f"samples must be at least 2, got {samples}")
     device = torch.device("cuda", torch.cuda.current_device())
     # Without rests, since there are none in the profile.
     events = Settings(l2="warm", warmup=warmup, min_samples=samples, max_samples=samples, rest=0.0)
@@ -148,7 +148,7 @@ def compare(found: Sequence[Measurement], tolerance: float = TOLERANCE) -> panda
     import pandas
 
     if not found or not found[0].samples_us:
-        raise ValueError("found: the first measurement, the reference, has no samples")
+        raise ValueError("found must begin with the reference and its samples, got none")
     reference = median(found[0].samples_us)
     rows = []
     for one in found:
@@ -212,7 +212,7 @@ def work_of_calls(attribution: Attribution) -> Work:
             calls[outer.index].append(piece)
     if not calls or not all(calls.values()):
         empty = sum(not pieces for pieces in calls.values())
-        raise ValueError(f"fn: {empty} of {len(calls)} calls ran nothing on the GPU")
+        raise ValueError(f"fn must run GPU work in each of {len(calls)} calls, got none in {empty}")
     sums = [sum(piece.duration for piece in pieces) / 1e3 for pieces in calls.values()]
     busy = [busy_ns(pieces) / 1e3 for pieces in calls.values()]
     overlaps = [total - union for total, union in zip(sums, busy, strict=True)]

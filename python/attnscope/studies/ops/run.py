@@ -24,7 +24,7 @@ from attnscope.profile.trace.markers import SENTINEL
 from attnscope.studies.isolation import run_apart
 from attnscope.studies.ops.kineto import Averages, comparison, record_with_averages
 from attnscope.studies.ops.reconcile import reconcile, record_calls
-from attnscope.studies.records import Record
+from attnscope.studies.records import Row
 
 if TYPE_CHECKING:
     from attnscope.common.results import Results
@@ -136,14 +136,14 @@ class Start:
     device: str = "cuda"
 
     @property
-    def key(self) -> Record:
+    def key(self) -> Row:
         return {"call": self.case, "start": self.start}
 
 
 def measure_all(
     results: Results,
     device: torch.device,
-    on_done: Callable[[Record], None] = lambda record: None,
+    on_done: Callable[[Row], None] = lambda record: None,
     cases: Sequence[Case] = CASES,
 ) -> None:
     """Measure every case, cold ones in processes of their own; the file is saved after each."""
@@ -158,7 +158,7 @@ def measure_all(
         on_done(results.rows[-1])
 
 
-def _tried(case: Case, device: torch.device) -> Record:
+def _tried(case: Case, device: torch.device) -> Row:
     """The record of a warm case; one of status "skipped" or "failed" where there is none."""
     key = Start(case.name).key
     try:
@@ -169,7 +169,7 @@ def _tried(case: Case, device: torch.device) -> Record:
         return key | {"status": "failed", "reason": explain(error)}
 
 
-def measure(case: Case, device: torch.device) -> Record:
+def measure(case: Case, device: torch.device) -> Row:
     """CALLS warm calls of a case. Raises what running it raises, ProfileError for a false table."""
     call = case.make(device)
     found, averages = record_calls(call, CALLS)
@@ -178,7 +178,7 @@ def measure(case: Case, device: torch.device) -> Record:
     return record | {"tools": tools, "bars": bars(record, tools)}
 
 
-def measure_cold(start: Start) -> Record:
+def measure_cold(start: Start) -> Row:
     """The first call of a case in this process."""
     case = next(case for case in CASES if case.name == start.case)
     device = torch.device(start.device)
@@ -191,7 +191,7 @@ def measure_cold(start: Start) -> Record:
     return record | {"tools": [], "bars": bars(record, [])}
 
 
-def summarise(found: Profile, averages: Averages, case: Case, calls: int) -> Record:
+def summarise(found: Profile, averages: Averages, case: Case, calls: int) -> Row:
     """What a profile of `calls` calls, and PyTorch's own table, report of a case, in microseconds.
 
     rows: of each op its name, calls, kernels, gpu_us, copy_us, kineto_us and why that differs.
@@ -218,30 +218,32 @@ def summarise(found: Profile, averages: Averages, case: Case, calls: int) -> Rec
     }
 
 
-def _row(found: Profile, averages: Averages, names: str, calls: int) -> Record:
+def _row(found: Profile, averages: Averages, names: str, calls: int) -> Row:
     table = found.operators().set_index("name")
     name = next((name for name in names.split("|") if name in table.index), None)
     if name is None:
-        raise ProfileError(f"no row {names}; there are {', '.join(table.index)}")
+        known = ", ".join(table.index)
+        raise ProfileError(f"the operator table must have a row {names}, got only {known}")
     row = table.loc[name]
     if row["calls"] != calls:
-        raise ProfileError(f"{name} was called {row['calls']} times, not {calls}")
-    told = {"kineto_us": None, "explanation": averages.reason}
+        raise ProfileError(f"{name} must have {calls} calls, got {row['calls']}")
+    figure = {"kineto_us": None, "explanation": averages.reason}
     if averages.rows is not None:
         beside = comparison(found.attribution, averages.rows)
         same = rows_of(beside[(beside["name"] == name) & (beside["row"] == "CPU")])
-        told = {key: same[0][key] for key in told} if same else told | {"explanation": "no row"}
+        missing = figure | {"explanation": "no row"}
+        figure = {key: same[0][key] for key in figure} if same else missing
     return {
         "name": name,
         "calls": calls,
         "kernels": int(row["kernels"]),
         "gpu_us": float(row["gpu_us"]),
         "copy_us": float(row["copy_us"]),
-        **told,
+        **figure,
     }
 
 
-def bars(record: Record, tools: Sequence[Record]) -> list[Record]:
+def bars(record: Row, tools: Sequence[Row]) -> list[Row]:
     """The criteria for a record, each with its value, its limits, and whether it is met.
 
     The difference to the raw kernels is a share of them. The difference to CUDA events is in
@@ -261,7 +263,7 @@ def bars(record: Record, tools: Sequence[Record]) -> list[Record]:
     return found
 
 
-def _bar(name: str, value: float | None, least: float | None, most: float | None) -> Record:
+def _bar(name: str, value: float | None, least: float | None, most: float | None) -> Row:
     met = value is not None and least is not None and most is not None and least <= value <= most
     return {"bar": name, "value": value, "least": least, "most": most, "met": met}
 
