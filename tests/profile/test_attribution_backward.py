@@ -8,7 +8,9 @@ import pytest
 from made_trace import RECORDED, cpu, kernel, launch, named, op, write_trace
 
 from attnscope.profile.analysis.flops import FlopCounts
-from attnscope.profile.analysis.tables import stage_table
+from attnscope.profile.analysis.invariants import check_operators
+from attnscope.profile.analysis.tables import module_table, operator_table, stage_table
+from attnscope.profile.attribution.audit import audit
 from attnscope.profile.attribution.owners import Attribution
 from attnscope.profile.trace.reader import read_trace
 
@@ -196,3 +198,75 @@ def test_sequence_numbers_distinguish_forward_threads(tmp_path: Path) -> None:
     owners = made(tmp_path, *events)
     back = [e for e in owners.trace.cpu if e.name == "Back"]
     assert [owners.forward_op(e).name for e in back] == ["f1"] * 3 + ["f2"] * 3  # type: ignore[union-attr]
+
+
+OURS = "void attnscope::sm80::{}_kernel<{}>(attnscope::BackwardParams)"
+MAIN = OURS.format("backward", "attnscope::sm80::BackwardConfig<__nv_bfloat16, 64, 128, 64> ")
+KERNELS = (OURS.format("preprocess", "__nv_bfloat16"), MAIN, OURS.format("postprocess", "__half"))
+Q, LSE = [2, 128, 4, 64], [2, 4, 128]
+
+
+def attention_step(path: Path, *inside: dict) -> Attribution:
+    """A forward op of ours in a module, and its backward of three kernels on autograd's thread."""
+    number = {"Sequence number": 5}
+    shapes = [Q] * 5 + [LSE] + [[]] * 12  # dout, q, k, v, out, lse; the rest is not given
+    values = [""] * 9 + ["0.125", "0", "0", "True", "-1", "-1", "0.", "0", "False"]
+    about = {"Input Dims": shapes, "Concrete Inputs": values}
+    about |= {"Input type": ["c10::BFloat16"] * 5 + ["float"] + [""] * 3 + ["Scalar"] * 9}
+    node = "autograd::engine::evaluate_function: _ForwardBackward"
+    backward = [
+        op(node, 60, 95, 9, **number, **{"Fwd thread id": 1}),
+        op("_ForwardBackward", 61, 94, 9, **number, **{"Fwd thread id": 1}),
+        op("attnscope::backward", 62, 93, 9, **about),
+    ]
+    for at, name in enumerate(KERNELS, 2):
+        backward += [launch(at, 60 + 5 * at, tid=9), kernel(at, 100 * at, 100 * at + 10 * at, name)]
+    return made(
+        path,
+        named("forward", 0, 40), cpu("python_function", "nn.Module: Attention_0", 5, 30),
+        op("_Forward", 10, 28, **number), op("attnscope::forward", 12, 26), *inside,
+        launch(1, 14), kernel(1, 50, 57, "attnscope"),
+        named("backward", 50, 99), *backward,
+    )  # fmt: skip
+
+
+def test_a_backward_of_ours_on_autograds_thread_has_all_of_its_kernels(tmp_path: Path) -> None:
+    owners = attention_step(tmp_path)
+    counts = FlopCounts(owners)
+    rows = operator_table(owners, counts, None, "no card").set_index("name")
+    own = rows.loc["attnscope::backward"]
+    assert (own.calls, own.kernels, own.gpu_us, own.self_gpu_us) == (1, 3, 90, 90)
+    assert audit(owners.trace).launches == 4
+    # The Function has autograd's number; the op in it is what ran.
+    for name in ("_Forward", "attnscope::forward"):
+        assert (rows.loc[name].gpu_us, rows.loc[name].backward_gpu_us) == (7, 90)
+    assert rows.backward_gpu_us.drop(["_Forward", "attnscope::forward"]).sum() == 0
+    check_operators(owners, rows.reset_index())
+    for work in owners.trace.kernels[1:]:
+        assert [r.name for r in owners.ranges(work)] == ["backward"]
+        assert owners.module(work) == ("Attention_0",)
+    (module,) = module_table(owners).itertuples()
+    assert (module.forward_gpu_us, module.backward_gpu_us) == (7, 90)
+
+
+def test_the_flops_of_a_backward_of_ours_count_once(tmp_path: Path) -> None:
+    owners = attention_step(tmp_path)
+    counts = FlopCounts(owners)
+    flops = 10 * 64 * 2 * 4 * (128 * 129 // 2)
+    assert [(owners.trace.cpu[at].name, work.flops) for at, work in counts.works.items()] == [
+        ("attnscope::backward", flops)
+    ]
+    rows = operator_table(owners, counts, None, "no card").set_index("name")
+    engine_row = "autograd::engine::evaluate_function: _ForwardBackward"
+    for name in ("attnscope::backward", "_ForwardBackward", engine_row):
+        assert rows.loc[name].flops == flops
+        assert rows.loc[name].tflops == pytest.approx(flops / 90e-6 / 1e12)
+    # The kernel of the forward has no shapes here: it alone is not counted.
+    assert [work.name for work, _ in counts.uncounted] == ["attnscope"]
+
+
+def test_an_op_among_others_in_a_function_does_not_get_its_backward(tmp_path: Path) -> None:
+    owners = attention_step(tmp_path, op("aten::mul", 27, 27.5))
+    rows = operator_table(owners, FlopCounts(owners), None, "no card").set_index("name")
+    assert rows.loc["_Forward"].backward_gpu_us == 90
+    assert rows.loc["attnscope::forward"].backward_gpu_us == 0

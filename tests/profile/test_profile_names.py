@@ -250,6 +250,54 @@ OTHERS = {
     "triton_tem_fused_flex_attention_6": ("triton_tem_fused_flex_attention_6", "attention", True),
     "_Z9my_kernelPfi": ("_Z9my_kernelPfi", "other", False),
 }  # fmt: skip
+# All kernels of a backward: those with products, and those before and after them.
+OURS = "void attnscope::{0}::{1}_kernel<{2}>(attnscope::BackwardParams)"
+BACKWARDS = {
+    OURS.format("sm80", "backward", "attnscope::sm80::BackwardConfig<__nv_bfloat16, 64, 128, 64> "): (
+        "attnscope sm80 backward bf16 D64 M128 N64", True,
+    ),
+    OURS.format("sm80", "preprocess", "__half"): ("attnscope sm80 backward preprocess fp16", False),
+    OURS.format("sm80", "postprocess", "__nv_bfloat16"): (
+        "attnscope sm80 backward postprocess bf16", False,
+    ),
+    OURS.format("sm90", "backward", "attnscope::sm90::BackwardConfig<__nv_bfloat16, 1> "): (
+        "attnscope sm90 backward bf16 tile 1", True,
+    ),
+    OURS.format("sm90", "backward_preprocess", "attnscope::sm90::BackwardConfig<__half, 0> "): (
+        "attnscope sm90 backward preprocess fp16 tile 0", False,
+    ),
+    OURS.format("sm90", "backward_postprocess", "attnscope::sm90::BackwardConfig<__half, 0> "): (
+        "attnscope sm90 backward postprocess fp16 tile 0", False,
+    ),
+    "attnscope_triton_backward_dq_bf16_d64_dv64_full": (
+        "attnscope triton backward dq bf16 D64 full", True,
+    ),
+    "attnscope_triton_backward_dkdv_fp16_d128_dv64_causal_or_right_packed": (
+        "attnscope triton backward dkdv fp16 D128 Dv64 causal_or_right_packed", True,
+    ),
+    "attnscope_triton_backward_stats_bf16_dv64": (
+        "attnscope triton backward stats bf16 Dv64", False,
+    ),
+    "void cutlass::device_kernel<flash::FlashAttnBwdPreprocess<cute::tuple<cute::C<128>, "
+    "cute::C<64> >, cutlass::bfloat16_t, float, cutlass::arch::Sm90, true, false> >(Params)": (
+        "FA3 backward preprocess bf16 D64 tile 128", False,
+    ),
+    "void cutlass::device_kernel<flash::FlashAttnBwdPostprocessConvertdQ<cute::tuple<cute::C<80>, "
+    "cute::C<128> >, cutlass::half_t, float, cutlass::arch::Sm90, 256, cute::TiledMMA<x>, false> "
+    ">(Params)": ("FA3 backward postprocess fp16 D128 tile 80", False),
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7_64x128x64_4x1x1_kernel0_0": (
+        "cuDNN sdpa sm90 backward f16 knob 7 64x128x64 4x1x1", True,
+    ),
+    "triton_tem_fused_flex_attention_backward_3": (
+        "triton_tem_fused_flex_attention_backward_3", True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("symbol", BACKWARDS, ids=lambda symbol: symbol[:60])
+def test_kernels_of_a_backward_are_attention(symbol: str) -> None:
+    assert category(symbol) == "attention"
+    assert (short_name(symbol), uses_tensor_cores(symbol)) == BACKWARDS[symbol]
 
 
 @pytest.mark.parametrize("symbol", OTHERS, ids=lambda symbol: symbol[:40])

@@ -22,7 +22,7 @@ from attnscope.studies.attention import BACKWARD, Pass, _backward, _measure, att
 from attnscope.studies.lm import run as model_run
 from attnscope.studies.lm.command import lm_command, pair_command
 from attnscope.studies.lm.run import Run
-from attnscope.studies.records import Record
+from attnscope.studies.records import Row
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ("NSYS_", "NV_", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH")
@@ -261,11 +261,11 @@ def test_records_are_lost_by_no_second_run(tmp_path: Path) -> None:
     assert [row["context"] for row in rows] == [8, 16, 32]
 
 
-def run_out(run: Run) -> Record:
+def run_out(run: Run) -> Row:
     raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
 
-def die(run: Run) -> Record:
+def die(run: Run) -> Row:
     os.kill(os.getpid(), signal.SIGKILL)
     return {}
 

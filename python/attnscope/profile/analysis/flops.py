@@ -61,8 +61,8 @@ _FA3_FORWARD = _Attention(0, 24, window=25, lengths=(3, 7, 8, 10, 11, 14))
 _ATTENTION = {
     "attnscope::forward": _Attention(0, 8, window=9, lengths=(3, 4)),
     "attnscope_triton::forward": _Attention(0, 8, window=9, lengths=(3, 4)),
-    "attnscope::backward": _Attention(1, 11, window=12, lengths=(6, 7)),
-    "attnscope_triton::backward": _Attention(1, 11, window=12, lengths=(6, 7)),
+    "attnscope::backward": _Attention(1, 12, window=13, lengths=(7, 8)),
+    "attnscope_triton::backward": _Attention(1, 12, window=13, lengths=(7, 8)),
     f"{_SDPA}flash_attention": _Attention(0, 4, "BHSD", True),
     f"{_SDPA}flash_attention_backward": _Attention(1, 11, "BHSD", True, lengths=(6, 7)),
     f"{_SDPA}efficient_attention": _Attention(0, 6, "BHSD", True, bias=3),

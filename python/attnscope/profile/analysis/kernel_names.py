@@ -64,14 +64,19 @@ def _words(*words: str) -> str:
 
 
 def _attnscope(symbol: str, match: re.Match[str]) -> str:
-    tile = [f"{letter}{size}" for letter, size in zip("DMN", _ints(match[4]), strict=False)]
-    return _words("attnscope", match[1], match[2], _dtype(match[3]), *tile)
+    arch, op, dtype, sizes = match.groups()
+    if op in ("preprocess", "postprocess"):
+        op = f"backward {op}"
+    tile = [f"{letter}{size}" for letter, size in zip("DMN", _ints(sizes or ""), strict=False)]
+    if len(tile) == 1 and tile[0] in _TILE_ROWS:
+        tile = [f"tile {tile[0][1:]}"]
+    return _words("attnscope", arch, op.replace("_", " "), _dtype(dtype), *tile)
 
 
 def _attnscope_triton(symbol: str, match: re.Match[str]) -> str:
     op, dtype, dim, dim_v, mask = match.groups()
-    dims = f"D{dim}" if dim == dim_v else f"D{dim} Dv{dim_v}"
-    return _words("attnscope triton", op, dtype, dims, mask.strip("_"))
+    dims = f"D{dim}" if dim == dim_v else _words(f"D{dim}" if dim else "", f"Dv{dim_v}")
+    return _words("attnscope triton", op.replace("_", " "), dtype, dims, mask.strip("_"))
 
 
 def _fa3(symbol: str, match: re.Match[str]) -> str:
@@ -89,6 +94,13 @@ def _fa3(symbol: str, match: re.Match[str]) -> str:
         flags.append(f"cluster {cluster[0]}")
     dtype, (rows, cols, dim) = _dtype(symbol[match.end() :]), tile
     return _words("FA3", which, dtype, f"D{dim}", f"tile {rows}x{cols}", *flags)
+
+
+def _fa3_side(symbol: str, match: re.Match[str]) -> str:
+    """The kernels before and after a backward: a tile of queries and the head dim."""
+    kind = match[1].removesuffix("ConvertdQ").lower()
+    rows, dim = _ints(_TUPLE.findall(symbol)[0].replace("cute::C", ""))[:2]
+    return _words("FA3 backward", kind, _dtype(symbol[match.end() :]), f"D{dim}", f"tile {rows}")
 
 
 def _fa2(symbol: str, match: re.Match[str]) -> str:
@@ -218,13 +230,22 @@ def _same(symbol: str, match: re.Match[str]) -> str:
     return match[0]
 
 
+# A single number below every head dim is the row of a kernel's table of tiles.
+_TILE_ROWS = frozenset(f"D{row}" for row in range(8))
 _TUPLE = re.compile(r"cute::tuple<((?:cute::C<\d+>(?:, )?)+) ?>")
 # The first that is found in a symbol names it.
 _FAMILIES: tuple[tuple[re.Pattern[str], Callable[[str, re.Match[str]], str]], ...] = tuple(
     (re.compile(pattern), shorten)
     for pattern, shorten in (
-        (r"attnscope::(\w+)::(\w+)_kernel<attnscope::\w+::\w+<([\w:]+)((?:, \d+)*)", _attnscope),
-        (r"^attnscope_triton_(\w+?)_(bf16|fp16|fp32)_d(\d+)_dv(\d+)(\w*)", _attnscope_triton),
+        (
+            r"attnscope::(sm\d+)::(\w+)_kernel<(?:attnscope::\w+::\w+<)?([\w:]+)((?:, \d+)*)",
+            _attnscope,
+        ),
+        (
+            r"^attnscope_triton_(\w+?)_(bf16|fp16|fp32)(?:_d(\d+))?_dv(\d+)(\w*)",
+            _attnscope_triton,
+        ),
+        (r"FlashAttnBwd(Preprocess|PostprocessConvertdQ)<", _fa3_side),
         (r"FlashAttn(Fwd|Bwd)Sm\d+<flash::CollectiveMainloop", _fa3),
         (r"(\w+)::flash_(fwd|bwd)_(\w*?)_?kernel", _fa2),
         (r"flash_attncute\w*?FlashAttention(Forward|Backward)([A-Za-z]+\d*)_", _fa4),
@@ -276,7 +297,9 @@ _CATEGORIES = tuple(
 )
 
 _HELPERS = re.compile(
-    r"combine|dot_do_o|convert_d|preprocess|postprocess|prepare|splitKreduce", re.IGNORECASE
+    r"combine|dot_do_o|convert_d|preprocess|postprocess|prepare|splitKreduce"
+    r"|^attnscope_triton_backward_stats",
+    re.IGNORECASE,
 )
 _TENSOR_CORES = re.compile(
     r"attnscope::\w+::(forward|backward|decode)|^attnscope_triton_"
@@ -305,7 +328,7 @@ def uses_tensor_cores(symbol: str) -> bool:
     memory-efficient on sm_80 and later), nvjet, cuBLAS and CUTLASS kernels that name a tensor
     instruction (tensorop, s16816, hmma, wgmma, tensor16x8x8, warpgroupsize), and Inductor's matrix
     templates. Not counted: FFMA kernels of the same families ("xmma ... ffma", "simt"), the helpers
-    around attention (combine, preprocess, conversion), and every symbol that leaves it open: the
+    around attention (combine, preprocess, statistics, conversion), and every symbol that leaves it open: the
     share of tensor-core time is a lower bound.
     """
     return bool(_TENSOR_CORES.search(symbol)) and not _HELPERS.search(symbol)

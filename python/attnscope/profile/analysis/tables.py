@@ -37,11 +37,13 @@ def operator_table(
     Columns: name, calls (launches, in the rows without an op), cpu_us, self_cpu_us, gpu_us (kernels
     of the op and of ops inside it), self_gpu_us (kernels it launched itself), kernels (number of
     kernels in gpu_us), gpu_mean_us (per call), gpu_share (of all kernels), copy_us (copies and
-    fills, in no other column), backward_gpu_us (kernels of its backward), and the SPEED columns.
+    fills, in no other column), backward_gpu_us (kernels of its backward; that of an
+    autograd.Function with one op in it counts for this op too), and the SPEED columns.
     Two rows may count the same time at two depths; only self_gpu_us may be summed.
     """
     trace, rows = attribution.trace, Rows()
     outer = op_parents(trace)
+    inner = _ops_of_functions(trace, outer)
     rows[NO_OP]  # create the row even if it stays empty
     until: Counter[int] = Counter()  # where the ops inside each op, so far, end
     for event in trace.cpu:
@@ -72,7 +74,7 @@ def operator_table(
             rows[op.name].self_gpu += work.duration
             forward = attribution.forward_op(op)
             if forward is not None:
-                for name in _names(trace, outer, forward.index):
+                for name in _names(trace, outer, inner.get(forward.index, forward.index)):
                     rows[name].backward += work.duration
     rates = {
         name: counts.rate(row.events, row.gpu, device, device_reason, sm_clock_mhz)
@@ -327,3 +329,16 @@ def _names(trace: Trace, outer: Sequence[int], at: int) -> set[str]:
         names.add(trace.cpu[at].name)
         at = outer[at]
     return names
+
+
+def _ops_of_functions(trace: Trace, outer: Sequence[int]) -> dict[int, int]:
+    """An autograd.Function with exactly one op directly in it -> that op, both as indices.
+
+    Autograd numbers the Function, not the op that it calls.
+    """
+    found: dict[int, int] = {}
+    for event in trace.cpu:
+        at = outer[event.index]
+        if event.kind == "op" and at >= 0 and "::" not in trace.cpu[at].name:
+            found[at] = -1 if at in found else event.index
+    return {function: op for function, op in found.items() if op >= 0}
