@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnscope import attention
 from attnscope.profile import Profile, ProfileError, annotate, profile
+from attnscope.profile.analysis.kernel_names import short_name
 from attnscope.profile.analysis.tables import NO_OP, REPLAY
 from attnscope.profile.attribution.owners import busy_ns
 from attnscope.profile.render.terminal import attribution_line
@@ -72,6 +74,18 @@ def sdpa(q: torch.Tensor) -> Any:
         return F.scaled_dot_product_attention(t, t, t, is_causal=True)
 
 
+@cache
+def kept_graph(q: torch.Tensor, impl: str) -> tuple[torch.Tensor, ...]:
+    """out of a call and its inputs, for backwards without a forward."""
+    qkv = [q.detach().clone().requires_grad_() for _ in range(3)]
+    return attention(*qkv, causal=True, impl=impl), *qkv
+
+
+def backward(q: torch.Tensor, impl: str) -> None:
+    out, *qkv = kept_graph(q, impl)
+    torch.autograd.grad(out, qkv, q, retain_graph=True)
+
+
 # Function called with q [2, 8192, 16, 128] -> the row that must have all of its GPU time.
 OPS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "cuda": (lambda q: attention(q, q, q, causal=True), "attnscope::forward"),
@@ -83,6 +97,9 @@ OPS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
         lambda q: attention(q, q, q, causal=True, impl="triton"),
         "attnscope_triton::forward",
     ),
+    "backward": (lambda q: backward(q, "cuda"), "attnscope::backward"),
+    "backward-sm80": (lambda q: backward(q, "cuda-sm80"), "attnscope::backward"),
+    "backward-triton": (lambda q: backward(q, "triton"), "attnscope_triton::backward"),
     "matmul": (lambda q: q.view(8192, -1)[:, :4096] @ q.view(8192, -1)[:, :4096].T, "aten::mm"),
     "sdpa-flash": (sdpa, "aten::_scaled_dot_product_flash_attention"),
     "fa3": (flash_attention_3, "fa3_fwd::fwd"),
@@ -113,6 +130,60 @@ def test_time_of_an_op_matches_its_kernels_and_cuda_events(name: str) -> None:
     found.expect(op, len(raw_kernels(found)))
     if name == "matmul":
         assert 0.1 < mine.mfu < 1 or found.device is None
+
+
+class Attention(torch.nn.Module):
+    def __init__(self, impl: str) -> None:
+        super().__init__()
+        self.qkv, self.impl = torch.nn.Linear(128, 384), impl
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 64)).unbind(2)
+        return attention(q, k, v, causal=True, impl=self.impl).flatten(2)
+
+
+@pytest.mark.parametrize("impl", ["cuda", "cuda-sm80", "triton"])
+def test_a_training_step_credits_every_kernel_of_attention(impl: str) -> None:
+    net = torch.nn.Sequential(Attention(impl), Attention(impl)).to("cuda", torch.bfloat16)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    x = randn(2, 512, 128)
+
+    def step() -> None:
+        with annotate("forward"):
+            loss = net(x).float().square().mean()
+        with annotate("backward"):
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with profile(stacks=True) as found:
+        for _ in range(3):
+            step()
+    owners, namespace = found.attribution, "attnscope" + "_triton" * (impl == "triton")
+    assert owners.share == 1.0
+    raw = raw_kernels(found)
+    whole = {}
+    for kind in ("forward", "backward"):
+        # Every kernel of the op, before, in and after its products; nothing else is named so.
+        mine = [k["dur"] for k in raw if f" {kind} " in name_of_ours(k["name"])]
+        op = row(found, f"{namespace}::{kind}")
+        found.expect(f"{namespace}::{kind}", 6 * (3 if kind == "backward" else 1))
+        assert (op.calls, op.kernels) == (6, len(mine))
+        assert op.gpu_us == op.self_gpu_us == pytest.approx(sum(mine), rel=1e-6)
+        assert op.flops == 6 * (10 if kind == "backward" else 4) * 64 * 2 * 2 * (512 * 513 // 2)
+        whole[kind] = op.gpu_us
+    assert row(found, f"{namespace}::forward").backward_gpu_us == pytest.approx(whole["backward"])
+    stages = found.stages().set_index("path")
+    assert stages.loc["backward"].gpu_us > whole["backward"]
+    modules = found.modules().set_index("module")
+    inside = [modules.loc[f"Sequential_0/Attention_{at}"].backward_gpu_us for at in (0, 1)]
+    assert min(inside) > 0 and sum(inside) > whole["backward"]
+
+
+def name_of_ours(symbol: str) -> str:
+    name = short_name(symbol)
+    return f"{name} " if name.startswith("attnscope ") else ""
 
 
 def test_an_op_called_twenty_times_is_counted_twenty_times() -> None:

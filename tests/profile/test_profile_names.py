@@ -253,8 +253,8 @@ OTHERS = {
 # All kernels of a backward: those with products, and those before and after them.
 OURS = "void attnscope::{0}::{1}_kernel<{2}>(attnscope::BackwardParams)"
 BACKWARDS = {
-    OURS.format("sm80", "backward", "attnscope::sm80::BackwardConfig<__nv_bfloat16, 64, 128, 64> "): (
-        "attnscope sm80 backward bf16 D64 M128 N64", True,
+    OURS.format("sm80", "backward", "attnscope::sm80::BackwardConfig<__half, 64, 128, 64> "): (
+        "attnscope sm80 backward fp16 D64 M128 N64", True,
     ),
     OURS.format("sm80", "preprocess", "__half"): ("attnscope sm80 backward preprocess fp16", False),
     OURS.format("sm80", "postprocess", "__nv_bfloat16"): (
@@ -285,7 +285,8 @@ BACKWARDS = {
     "void cutlass::device_kernel<flash::FlashAttnBwdPostprocessConvertdQ<cute::tuple<cute::C<80>, "
     "cute::C<128> >, cutlass::half_t, float, cutlass::arch::Sm90, 256, cute::TiledMMA<x>, false> "
     ">(Params)": ("FA3 backward postprocess fp16 D128 tile 80", False),
-    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7_64x128x64_4x1x1_kernel0_0": (
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7_64x128x64_4x1x1_"
+    "kernel0_0": (
         "cuDNN sdpa sm90 backward f16 knob 7 64x128x64 4x1x1", True,
     ),
     "triton_tem_fused_flex_attention_backward_3": (

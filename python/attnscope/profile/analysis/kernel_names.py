@@ -328,7 +328,7 @@ def uses_tensor_cores(symbol: str) -> bool:
     memory-efficient on sm_80 and later), nvjet, cuBLAS and CUTLASS kernels that name a tensor
     instruction (tensorop, s16816, hmma, wgmma, tensor16x8x8, warpgroupsize), and Inductor's matrix
     templates. Not counted: FFMA kernels of the same families ("xmma ... ffma", "simt"), the helpers
-    around attention (combine, preprocess, statistics, conversion), and every symbol that leaves it open: the
-    share of tensor-core time is a lower bound.
+    around attention (combine, preprocess, statistics, conversion), and every symbol that leaves it
+    open: the share of tensor-core time is a lower bound.
     """
     return bool(_TENSOR_CORES.search(symbol)) and not _HELPERS.search(symbol)

@@ -37,8 +37,8 @@ def operator_table(
     Columns: name, calls (launches, in the rows without an op), cpu_us, self_cpu_us, gpu_us (kernels
     of the op and of ops inside it), self_gpu_us (kernels it launched itself), kernels (number of
     kernels in gpu_us), gpu_mean_us (per call), gpu_share (of all kernels), copy_us (copies and
-    fills, in no other column), backward_gpu_us (kernels of its backward; that of an
-    autograd.Function with one op in it counts for this op too), and the SPEED columns.
+    fills, in no other column), backward_gpu_us (kernels of its backward; if an
+    autograd.Function has one op in it, this op gets them too), and the SPEED columns.
     Two rows may count the same time at two depths; only self_gpu_us may be summed.
     """
     trace, rows = attribution.trace, Rows()
