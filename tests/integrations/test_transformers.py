@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from hf_models import CONFIGS, LENGTH, SIZES, WINDOW, build, hf
 from torch import Tensor
 

@@ -398,7 +398,12 @@ def test_the_pair_by_token(tmp_path: Path) -> None:
     parts = {row["part"]: row for row in section(document, "Parts").rows}
     assert parts["MLP"]["plain us a token"] == pytest.approx(120 / 8)
     assert parts["MLP"]["speed"] == pytest.approx(4.0)
-    assert parts["Self-Attention, core"]["optimised us a token"] == pytest.approx(55 / 32)
+    core = {phase: parts[f"Self-Attention, core, {phase}"] for phase in ("forward", "backward")}
+    assert core["forward"]["optimised us a token"] == pytest.approx(30 / 32)
+    assert core["backward"]["optimised us a token"] == pytest.approx(25 / 32)
+    assert core["backward"]["plain us a token"] == pytest.approx(25 / 8)
+    assert "Self-Attention, core" not in parts and "Attention Core" not in parts
+    assert sum(row["plain %"] for row in parts.values()) == pytest.approx(100)
     (why,) = section(document, "Why").rows
     assert why["no longer found"] == "unfused attention takes 40 %"
     assert why["moved most, us a token"].startswith("GEMM 20.9 to 3.75")

@@ -191,10 +191,16 @@ def test_models_on_a_gpu_own_all_their_kernels(impl: str, tmp_path: Path) -> Non
     check_record(record)
     assert record["owned"] == 1.0
     json.dumps(record, allow_nan=False)
-    core = [row for row in record["kernels"] if row["part"] == CORE and row["phase"] == FORWARD]
-    assert core
-    fused = any(row["category"] == "attention" for row in core)
-    assert fused == (impl != "naive")
-    assert (record["no_backward"] is None) == (impl not in ("cuda", "triton"))
+    assert record["no_backward"] is None
+    for phase in (FORWARD, BACKWARD):
+        core = [row for row in record["kernels"] if (row["part"], row["phase"]) == (CORE, phase)]
+        assert core
+        fused = any(row["category"] == "attention" for row in core)
+        assert fused == (impl != "naive")
+        if impl in ("cuda", "triton"):
+            mine = [row for row in core if row["kernel"].startswith("attnscope ")]
+            assert all(f" {phase} " in row["kernel"] for row in mine)
+            per_call = 1 if phase == FORWARD else 3
+            assert sum(row["calls"] for row in mine) == per_call * config.layers
     outside = sum(row["total_us"] for row in record["kernels"] if row["phase"] not in PHASES)
     assert outside == 0

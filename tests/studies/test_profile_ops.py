@@ -13,8 +13,11 @@ import typer
 from made_trace import RECORDED, RECORDINGS, kernel, launch, named, op, write_trace
 from typer.testing import CliRunner
 
+from attnscope.bench.impls import Unsupported
 from attnscope.bench.timing import Timing
+from attnscope.bench.workloads import Workload
 from attnscope.common.results import Results, read_record
+from attnscope.profile import profile
 from attnscope.profile.api import Profile
 from attnscope.profile.errors import ProfileError
 from attnscope.profile.render.document import rows_of
@@ -237,15 +240,45 @@ def test_what_is_not_there_is_a_row_with_the_reason(
     assert "runs on cuda only" in (tmp_path / "attribution.md").read_text()
 
 
-@pytest.mark.parametrize(
-    "name", ["matmul, forward and backward", "sdpa-flash, forward and backward"]
-)
-def test_backward_cases_compute_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = replace(ops_run.DENSE, batch=1, seqlen_q=8, seqlen_k=8, heads_q=2, heads_kv=2)
-    monkeypatch.setattr(ops_run, "DENSE", small)
+def test_the_backward_case_of_a_matmul_computes_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(ops_run, "MATMUL", 16)
-    call = next(one for one in CASES if one.name == name).make(CPU)
+    call = next(one for one in CASES if one.name == "matmul, forward and backward").make(CPU)
     assert all(bool(one.isfinite().all()) and bool(one.any()) for one in call())
+
+
+@pytest.mark.parametrize("impl", ["cpu", "sdpa-flash"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_backward_cases_run_the_ops_of_their_rows(impl: str, packed: bool) -> None:
+    dense = replace(ops_run.DENSE, batch=1, seqlen_q=8, seqlen_k=8, heads_q=2, heads_kv=2)
+    work = Workload.of(seqlens=[5, 3], heads=2, head_dim=64, dtype="bfloat16") if packed else dense
+    made = ops_run._trained(impl, impl, ops_run._OURS, work)
+    if packed and impl != "cpu":
+        with pytest.raises(Unsupported, match="packed"):
+            made.make(CPU)
+        return
+    out, _, *gradients = made.make(CPU)()
+    assert len(gradients) == 3
+    assert all(bool(one.isfinite().all()) and bool(one.any()) for one in (out, *gradients))
+    if impl == "cpu":
+        with profile("both") as found:
+            made.make(CPU)()
+        calls = dict(zip(found.operators()["name"], found.operators()["calls"], strict=True))
+        assert {name: calls[name] for name in made.rows} == dict(made.rows)
+
+
+def test_every_case_of_ours_has_a_training_twin() -> None:
+    names = {one.name for one in CASES}
+    assert {f"{name}, forward and backward" for name in names if name.startswith(("cuda", "triton"))
+            and "backward" not in name} <= names  # fmt: skip
+
+
+def test_a_backward_by_another_impl_is_an_error() -> None:
+    """The recording has forward kernels of ours only."""
+    mine = replace(case(EVERYTHING, "cuda"), mode="both")
+    with pytest.raises(ProfileError, match=r"cuda ran .*; expected one that matches .*backward"):
+        summarise(*read("ops"), mine, 3)
 
 
 def test_cold_cases_are_cases() -> None:
@@ -320,15 +353,19 @@ def test_the_command_replaces_no_records_and_names_what_it_cannot_write(
 
 
 def test_a_cold_case_needs_a_gpu() -> None:
-    from attnscope.bench.impls import Unsupported
-
     with pytest.raises(Unsupported, match="runs on cuda only"):
         measure_cold(Start("matmul", "cold", "cpu"))
 
 
 @pytest.mark.gpu
 @pytest.mark.timing
-@pytest.mark.parametrize("name", ["matmul", "sdpa-flash, forward and backward"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "matmul", "sdpa-flash, forward and backward", "cuda, forward and backward",
+        "cuda-sm80, forward and backward", "triton, forward and backward",
+    ],
+)  # fmt: skip
 def test_a_case_meets_its_bars_on_a_gpu(name: str) -> None:
     record = measure(next(one for one in CASES if one.name == name), torch.device("cuda", 0))
     assert failures(record) == []

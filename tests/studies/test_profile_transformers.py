@@ -241,12 +241,21 @@ def test_command_on_a_gpu(tmp_path: Path) -> None:
     code, said = command(*arguments, "--output", str(tmp_path))
     assert code == 0, said
     rows = json.loads((tmp_path / "transformers.json").read_text())["rows"]
-    for row in rows[:-1]:
+    for row in rows:
         assert (row["status"], row["owned"]) == ("ok", pytest.approx(1.0)), row["reason"]
     ours = next(row for row in rows if row["impl"] == registered.NAME)
     mine = [row for row in ours["kernels"] if row["part"] == CORE]
     assert {row["category"] for row in mine} == {"attention"}  # no mask, no repeated keys
     assert sum(row["calls"] for row in mine) == 2 * run.PASSES
+    trained = rows[-1]
+    assert (trained["impl"], trained["mode"]) == (registered.NAME, run.TRAINING)
+    mine = [row for row in trained["kernels"] if row["part"] == CORE]
+    ours = {row["phase"]: 0 for row in mine}
+    for row in mine:
+        if row["kernel"].startswith("attnscope "):
+            assert f" {row['phase']} " in row["kernel"]
+            ours[row["phase"]] += row["calls"]
+    assert ours == {"forward": 2 * run.PASSES, "backward": 3 * 2 * run.PASSES}
 
 
 def test_the_old_name_of_the_integration_works_and_says_what_to_use() -> None:

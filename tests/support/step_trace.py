@@ -26,6 +26,12 @@ PLAIN = (
     ("aten::bmm", [SCORES, HEADS], "nvjet_sm90_b", 12),
 )
 FUSED = (("attnscope::forward", [[2, 8, 2, 4]] * 3, "attnscope::sm90::forward_kernel", 30),)
+# The backward of the core: of its first product, or all of it.
+FUSED_BACKWARD = (
+    "attnscope::backward",
+    [*[[2, 8, 2, 4]] * 5, [2, 2, 8]],
+    "attnscope::sm90::backward_kernel",
+)
 
 
 def step_events(core: tuple[Any, ...] = PLAIN, scale: float = 1.0) -> list[Event]:
@@ -44,7 +50,7 @@ def step_events(core: tuple[Any, ...] = PLAIN, scale: float = 1.0) -> list[Event
 
     def run(name: str, at: float, shapes: list[Any], symbol: str, us: float, **how: Any) -> None:
         number = len(events)
-        events.append(op(name, at, at + 40, **how | _inputs(shapes)))
+        events.append(op(name, at, at + 40, **how | _inputs(name, shapes)))
         events.append(launch(number, at + 5, tid=how.get("tid", 1)))
         us *= scale
         about = {"grid": [132, 1, 1], "block": [128, 1, 1], "blocks per SM": 1.0}
@@ -63,16 +69,18 @@ def step_events(core: tuple[Any, ...] = PLAIN, scale: float = 1.0) -> list[Event
     run("aten::mm", 1060, [[8, 16], [16, 32]], "nvjet_sm90_c", 80, **backward)
     backward["Sequence number"] = 10
     events.append(op(f"{engine}CoreBackward0", 1300, 1500, **backward))
-    run(core[0][0], 1310, core[0][1], core[0][2], 25, **backward)
+    name, shapes, symbol = FUSED_BACKWARD if core is FUSED else core[0][:3]
+    run(name, 1310, shapes, symbol, 25, **backward)
     run("aten::_foreach_add_", 2100, [[8]], "multi_tensor_apply_kernel", 15)
     return events
 
 
-def _inputs(shapes: list[Any]) -> dict[str, Any]:
-    count = max(len(shapes), 9)
+def _inputs(name: str, shapes: list[Any]) -> dict[str, Any]:
+    causal = 12 if name == FUSED_BACKWARD[0] else 8
+    count = max(len(shapes), causal + 1)
     dims = [*shapes, *[[]] * (count - len(shapes))]
     concrete = [""] * count
-    concrete[8] = "True"
+    concrete[causal] = "True"
     return {
         "Input Dims": dims,
         "Input type": [BF16 if dim else "" for dim in dims],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -161,7 +161,8 @@ def _prepare(
         raise ValueError(f"impl must be able to do {work.id}, got {impl.name}: {refusal}") from None
     if not backward:
         return passes
-    call = _backward(passes[0].call()[0], qkv)
+    trained = replace(work, mode="backward")
+    call = impl.cannot(trained, device) or _backward(passes[0].call()[0], qkv)
     if isinstance(call, str):
         say(f"{impl.name} has no backward: {call}")
         return passes
@@ -214,18 +215,16 @@ def _record(name: str, passes: Sequence[Pass], iterations: int) -> Profile:
 
 
 def _verify(passes: Sequence[Pass], found: Profile, device: torch.device) -> None:
-    """Raises ProfileError if the kernels (CPU: the ops) of a forward pass do not match its impl."""
+    """Raises ProfileError if the kernels (CPU: the ops) of a pass do not match its impl."""
     trace = found.trace
     events: Sequence[Any] = trace.kernels
     if device.type != "cuda":
         events = [event for event in trace.cpu if event.kind == "op"]
     for one in passes:
-        if one.kind != FORWARD:
-            continue
         names = [
             event.name
             for event in events
             if any(outer.name == one.range for outer in found.attribution.ranges(event))
         ]
-        if why := one.impl.unproved(list(dict.fromkeys(names)), device.type):
+        if why := one.impl.unproved(list(dict.fromkeys(names)), device.type, one.kind):
             raise ProfileError(why)

@@ -21,7 +21,7 @@ from attnscope.studies.llama.records import (
 )
 from attnscope.studies.llama.run import EAGER, PASSES, RMS_BAR, SAMPLES
 from attnscope.studies.outputs import origin
-from attnscope.studies.parts import ATTENTION, CORE, EMBEDDING, LOSS, MLP, OUTSIDE
+from attnscope.studies.parts import ATTENTION, CORE, EMBEDDING, LOSS, MLP, OUTSIDE, PHASES
 from attnscope.studies.records import Row
 
 TOP = 12  # ops and kernels shown of each record
@@ -84,10 +84,16 @@ def _gpu(record: ProfiledAttempt) -> Row:
     return {
         "GPU ms": _ms(record.total_us),
         "attention core ms": _ms(core),
+        **{f"core, {phase} ms": _ms(_core(record, phase)) for phase in PHASES[:2]},
         "attention core %": 100 * core / record.total_us,
         "kernels": _each(sum(row.calls for row in record.kernels)),
         "owned %": 100 * record.owned,
     }
+
+
+def _core(record: ProfiledAttempt, phase: str) -> float:
+    times = [row.total_us for row in record.kernels if (row.phase, row.part) == (phase, CORE)]
+    return sum(times)
 
 
 def _ms(us_of_all: float) -> float:

@@ -140,15 +140,28 @@ def _a_token(record: Model, times: Counter[str]) -> dict[str, float]:
     return {name: time / record.tokens for name, time in times.items()}
 
 
+_CORES = tuple(f"Self-Attention, core, {phase}" for phase in PHASES[:2])
+_PART_ROWS = (*(name for name in PARTS if name != CORE), *_CORES, OPTIMIZER, OUTSIDE)
+
+
+def _by_part(record: ProfiledModel) -> Counter[str]:
+    """`part_times`, with the forward and the backward of the attention core apart."""
+    times = record.part_times()
+    for row in record.kernels:
+        if row.part == CORE and row.phase in PHASES[:2]:
+            times[f"Self-Attention, core, {row.phase}"] += row.total_us
+            times[CORE] -= row.total_us
+    return times
+
+
 def _parts(plain: ProfiledModel, best: ProfiledModel) -> Section:
-    a, b = (_a_token(record, record.part_times()) for record in (plain, best))
+    a, b = (_a_token(record, _by_part(record)) for record in (plain, best))
     rows = []
-    for name in (*PARTS, OPTIMIZER, OUTSIDE):
+    for name in _PART_ROWS:
         if name not in a and name not in b:
             continue
         old, new = a.get(name, 0.0), b.get(name, 0.0)
         label = "Self-Attention, projections" if name == ATTENTION else name
-        label = "Self-Attention, core" if name == CORE else label
         rows.append(
             {
                 "part": label,

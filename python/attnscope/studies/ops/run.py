@@ -9,12 +9,13 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attnscope.bench.calls import build_call
 from attnscope.bench.impls import IMPLS, Unsupported
 from attnscope.bench.workloads import Workload
 from attnscope.common.console import explain
@@ -51,13 +52,14 @@ class Case:
 
     `rows` maps an op's name to how often one call runs it; names that mean the same op in
     different builds are parted by "|". `make` raises Unsupported if the call is not available;
-    `impl` is the impl whose kernels must have run.
+    `impl` is the impl whose kernels must have run, those of a `mode` of MODES.
     """
 
     name: str
     rows: Mapping[str, int]
     make: Callable[[torch.device], Call]
     impl: str | None = None
+    mode: str = "forward"
 
 
 def _forward(name: str, impl: str, row: str, work: Workload = DENSE) -> Case:
@@ -67,6 +69,20 @@ def _forward(name: str, impl: str, row: str, work: Workload = DENSE) -> Case:
         return IMPLS[impl].make(work, work.inputs(device, 0))
 
     return Case(name=name, rows={row: 1}, make=make, impl=impl)
+
+
+def _trained(name: str, impl: str, rows: Mapping[str, int], work: Workload = DENSE) -> Case:
+    work = replace(work, mode="both")
+
+    def make(device: torch.device) -> Call:
+        if why := IMPLS[impl].cannot(work, device):
+            raise Unsupported(why)
+        inputs = work.inputs(device, 0)
+        dout = torch.randn_like(inputs[0])
+        return build_call(IMPLS[impl], work, inputs, dout)
+
+    name = f"{name}, forward and backward"
+    return Case(name=name, rows=rows, make=make, impl=impl, mode="both")
 
 
 def _matrices(device: torch.device) -> list[torch.Tensor]:
@@ -86,23 +102,8 @@ def _trained_matmul(device: torch.device) -> Call:
     return lambda: torch.autograd.grad(a @ b, (a, b), grad)
 
 
-def _trained_sdpa(device: torch.device) -> Call:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
-
-    if why := IMPLS["sdpa-flash"].cannot(DENSE, device):
-        raise Unsupported(why)
-    q, k, v = (t.transpose(1, 2).requires_grad_() for t in DENSE.inputs(device, 0)[:3])
-    grad = torch.randn_like(q)
-
-    def call() -> Any:
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
-            out = scaled_dot_product_attention(q, k, v, is_causal=True)
-        return torch.autograd.grad(out, (q, k, v), grad)
-
-    return call
-
-
+_OURS = {"attnscope::forward": 1, "attnscope::backward": 1}
+_TRITON = {"attnscope_triton::forward": 1, "attnscope_triton::backward": 1}
 _SDPA = "aten::_scaled_dot_product"
 # The cases. Add a new op or peer here.
 CASES = (
@@ -110,14 +111,17 @@ CASES = (
     _forward("cuda-sm80", "cuda-sm80", "attnscope::forward"),
     _forward("triton", "triton", "attnscope_triton::forward"),
     _forward("cuda, packed", "cuda", "attnscope::forward", PACKED),
+    _trained("cuda", "cuda", _OURS),
+    _trained("cuda-sm80", "cuda-sm80", _OURS),
+    _trained("triton", "triton", _TRITON),
+    _trained("cuda, packed", "cuda", _OURS, PACKED),
     Case(name="matmul", rows={"aten::mm": 1}, make=_matmul),
     Case(name="matmul, forward and backward", rows={"aten::mm": 3}, make=_trained_matmul),
     _forward("sdpa-flash", "sdpa-flash", f"{_SDPA}_flash_attention"),
-    Case(
-        name="sdpa-flash, forward and backward",
-        rows={f"{_SDPA}_flash_attention": 1, f"{_SDPA}_flash_attention_backward": 1},
-        make=_trained_sdpa,
-        impl="sdpa-flash",
+    _trained(
+        "sdpa-flash",
+        "sdpa-flash",
+        {f"{_SDPA}_flash_attention": 1, f"{_SDPA}_flash_attention_backward": 1},
     ),
     _forward("sdpa-cudnn", "sdpa-cudnn", f"{_SDPA}_cudnn_attention"),
     _forward("sdpa-efficient", "sdpa-efficient", f"{_SDPA}_efficient_attention"),
@@ -201,7 +205,7 @@ def summarise(found: Profile, averages: Averages, case: Case, calls: int) -> Row
     """
     kernels = raw_kernels(found.source)
     names = list(dict.fromkeys(kernel["name"] for kernel in kernels))
-    if case.impl and (why := IMPLS[case.impl].unproved(names, "cuda")):
+    if case.impl and (why := IMPLS[case.impl].unproved(names, "cuda", case.mode)):
         raise ProfileError(why)
     rows = [_row(found, averages, names, times * calls) for names, times in case.rows.items()]
     return {
