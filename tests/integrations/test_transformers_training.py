@@ -27,7 +27,7 @@ def tokens() -> Tensor:
 def gradients(
     model: Any, impl: str = registered.NAME, step: Any = None, **inputs: Any
 ) -> Gradients:
-    """Of a language model's loss, by parameter. `step` is the model, compiled perhaps."""
+    """The gradients of a language model's loss. `step` is the model, compiled perhaps."""
     model.set_attn_implementation(impl)
     inputs = {"labels": inputs["input_ids"], "use_cache": False} | inputs
     model.zero_grad()

@@ -164,7 +164,7 @@ def _prepare(
     trained = replace(work, mode="backward")
     call = impl.cannot(trained, device) or _backward(passes[0].call()[0], qkv)
     if isinstance(call, str):
-        say(f"{impl.name} has no backward: {call}")
+        say(f"{impl.name} runs its forward only: {call}")
         return passes
     return [*passes, Pass(impl, BACKWARD, call)]
 

@@ -146,7 +146,7 @@ _PART_ROWS = (*(name for name in PARTS if name != CORE), *_CORES, OPTIMIZER, OUT
 
 def _by_part(record: ProfiledModel) -> Counter[str]:
     """`part_times`, with the forward and the backward of the attention core apart."""
-    times = record.part_times()
+    times: Any = record.part_times()
     for row in record.kernels:
         if row.part == CORE and row.phase in PHASES[:2]:
             times[f"Self-Attention, core, {row.phase}"] += row.total_us
