@@ -49,7 +49,6 @@ def operator_table(
     for event in trace.cpu:
         if event.kind == "op":
             row = rows[event.name]
-            row.calls += 1
             row.events.append(event)
             row.self_cpu += event.duration
             above = outer[event.index]
@@ -59,6 +58,7 @@ def operator_table(
                 until[above] = max(until[above], event.end)
             if event.name not in _names(trace, outer, above):
                 row.cpu += event.duration
+                row.calls += 1  # autocast calls an op of the same name inside
     for work in trace.gpu:
         op = attribution.op(work)
         if op is None:
