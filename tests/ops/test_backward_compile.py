@@ -117,7 +117,7 @@ def test_one_tensor_in_three_places():
 
     x = TARGET.randn(1, 5, 2, 16)
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    assert torch.equal(step(compiled, [x])[0], step(loss, [x])[0])
+    torch.testing.assert_close(step(compiled, [x]), step(loss, [x]))  # three terms, in any order
 
 
 def test_compiled_autograd_takes_the_backward():
