@@ -1,4 +1,4 @@
-// Tensor copies by TMA. PTX ISA 9.7.9.27, sm_90.
+// Copies by TMA: of tensors, and of contiguous bytes. PTX ISA 9.7.9.27 and 9.7.9.25, sm_90.
 #pragma once
 
 #include <cstdint>
@@ -32,6 +32,16 @@ __device__ __forceinline__ void tma_load_5d(uint32_t shared, const void* map, ui
       "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(shared),
       "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(u),
       "l"(static_cast<uint64_t>(policy))
+      : "memory");
+}
+
+// Loads contiguous bytes; addresses and `bytes` are multiples of 16.
+__device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, int bytes,
+                                          uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared),
+      "l"(global), "r"(bytes), "r"(barrier)
       : "memory");
 }
 

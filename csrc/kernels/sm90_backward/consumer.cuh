@@ -1,0 +1,276 @@
+// A consumer: 64 keys of a tile. It accumulates their dK and dV, and adds its part of dQ.
+#pragma once
+
+#include "kernels/sm90_backward/epilogue.cuh"
+#include "kernels/sm90_backward/products.cuh"
+#include "kernels/sm90_backward/scores.cuh"
+#include "kernels/sm90_backward/shared.cuh"
+#include "kernels/sm90_backward/turns.cuh"
+
+namespace attnscope::sm90 {
+
+// dQ of a block is computed one step late, beside the probabilities of the next block.
+#ifdef ATTNSCOPE_BACKWARD_IN_ORDER
+constexpr bool kLateQueryGradient = false;
+#else
+constexpr bool kLateQueryGradient = true;
+#endif
+
+// One warpgroup. Step number i works on one block of queries of one head; it uses buffer i of the
+// ring, and buffer i modulo 2 for dS.
+//
+// dS needs no `empty` barrier. Who writes dS(i + 2) has waited for dS(i + 1) of both consumers, to
+// compute dQ(i + 1) in this order or dQ(i + 1) one step late. Each consumer completes its dQ(i)
+// before it arrives with dS(i + 1).
+template <class Config>
+class BackwardConsumer {
+ public:
+  __device__ __forceinline__ BackwardConsumer(const BackwardArguments& a, BackwardShared<Config>& s)
+      : a(a), s(s), consumer(ptx::uniform(threadIdx.x / 128 - 1)) {}
+
+  __device__ __forceinline__ void run() {
+    const KeyTile& t = s.tile;
+    begin = ptx::uniform(t.begin);
+    end = ptx::uniform(t.end);
+    full_begin = ptx::uniform(t.consumer[consumer].full_begin);
+    full_end = ptx::uniform(t.consumer[consumer].full_end);
+    block = begin;
+    const int first_head = ptx::uniform(t.head_kv) * a.group;
+    place = first_head * a.query_blocks + ptx::uniform(t.first_block) + begin;
+    const int seqlen_q = ptx::uniform(t.seqlen_q);
+    ragged_block = a.packed && seqlen_q % kBlockM != 0 ? seqlen_q / kBlockM : -1;
+    const int steps = max(end - begin, 0) * a.group;
+#pragma unroll
+    for (int i = 0; i < Config::kHeadDim / 2; ++i) dk[i] = dv[i] = 0.0f;
+    if (steps > 0) {
+      prepare_keys();
+      if constexpr (kLateQueryGradient) {
+        run_late(steps);
+      } else {
+        run_in_order(steps);
+      }
+      ptx::wgmma_wait<0>();
+      ptx::pin_registers(dk);
+      ptx::pin_registers(dv);
+    }
+    store_key_gradients<Config>(a, s, consumer, dk, dv);
+  }
+
+ private:
+  using Ring = Slot<Config::kStages>;
+  static constexpr int kBlockM = Config::kBlockM;
+  using Scores = float[kBlockM / 2];
+  using Packed = uint32_t[kBlockM / 4];
+
+  // All products of a step, one after the other; only dP and dV overlap with arithmetic.
+  __device__ __forceinline__ void run_in_order(int steps) {
+#pragma unroll 1
+    for (int i = 0; i < steps; ++i) {
+      const Ring slot(i);
+      Scores p, dp;
+      Packed packed_p, packed_ds;
+      float dq[32];
+      await_queries(slot);
+      issue_scores<Config>(p, keys(s.k), queries(s.q, slot));
+      await_dout(slot, i == 0);
+      issue_scores<Config>(dp, keys(s.v), queries(s.dout, slot));
+      ptx::wgmma_wait<1>();
+      ptx::pin_registers(p);
+      probabilities(slot, p, packed_p);
+      issue_key_gradient<Config>(dv, packed_p, queries(s.dout, slot));
+      ptx::wgmma_wait<1>();
+      ptx::pin_registers(dp);
+      score_gradients(slot, i, p, dp, packed_ds);
+      issue_key_gradient<Config>(dk, packed_ds, queries(s.q, slot));
+      await_scores(i);
+      issue_query_gradient<Config>(dq, scores(i), key_columns());
+      ptx::wgmma_wait<1>();
+      release(s.empty[slot.stage]);
+      ptx::wgmma_wait<0>();
+      ptx::pin_registers(dq);
+      add_query_gradient(dq, block);
+      advance_block();
+      advance_place();
+    }
+  }
+
+  // dQ(i - 1) runs beside the exponentials of step i, dV(i) beside dS(i). In flight, in the order
+  // of issue: dK(i - 1), S(i), dQ(i - 1); later dP(i), dV(i).
+  __device__ __forceinline__ void run_late(int steps) {
+#pragma unroll 1
+    for (int i = 0; i < steps; ++i) {
+      const Ring slot(i);
+      Scores p, dp;
+      Packed packed_p, packed_ds;
+      float dq[32];
+      await_queries(slot);
+      issue_scores<Config>(p, keys(s.k), queries(s.q, slot));
+      // There is no dQ before the first step: the product then reads whatever is in the buffer, and
+      // its result is not used. A branch around the product would serialise the others.
+      if (i > 0) await_scores(i - 1);
+      issue_query_gradient<Config>(dq, scores(i - 1), key_columns());
+      ptx::wgmma_wait<1>();
+      ptx::pin_registers(p);
+      if (i > 0) release(s.empty[Ring(i - 1).stage]);
+      probabilities(slot, p, packed_p);
+      await_dout(slot, i == 0);
+      ptx::wgmma_wait<0>();
+      ptx::pin_registers(dq);
+      if (i > 0) {
+        add_query_gradient(dq, block_before());
+        advance_place();
+      }
+      issue_scores<Config>(dp, keys(s.v), queries(s.dout, slot));
+      issue_key_gradient<Config>(dv, packed_p, queries(s.dout, slot));
+      ptx::wgmma_wait<1>();
+      ptx::pin_registers(dp);
+      score_gradients(slot, i, p, dp, packed_ds);
+      issue_key_gradient<Config>(dk, packed_ds, queries(s.q, slot));
+      advance_block();
+    }
+    float dq[32];
+    await_scores(steps - 1);
+    issue_query_gradient<Config>(dq, scores(steps - 1), key_columns());
+    ptx::wgmma_wait<0>();
+    ptx::pin_registers(dq);
+    add_query_gradient(dq, block_before());
+  }
+
+  // K, and V before its first use. Rows past the end of a packed sequence are the next one's: they
+  // meet a dS of 0, but may hold NaN. TMA fills rows past the end of a tensor with zeros.
+  __device__ __forceinline__ void prepare_keys() {
+    wait(s.k_full, 0);
+    if (a.packed && s.tile.rows < Config::kBlockN) {
+      wait(s.v_full, 0);
+      clear_rows<Config::kBlockN>(s.k, s.tile.rows);
+      clear_rows<Config::kBlockN>(s.v, s.tile.rows);
+    }
+  }
+
+  __device__ __forceinline__ void await_queries(const Ring& slot) {
+    wait(s.q_full[slot.stage], slot.parity);
+    if (block == ragged_block) clear_rows<kBlockM>(s.q[slot.stage], ragged_rows());
+  }
+
+  __device__ __forceinline__ void await_dout(const Ring& slot, bool first) {
+    if (first) wait(s.v_full, 0);
+    wait(s.dout_full[slot.stage], slot.parity);
+    if (block == ragged_block) clear_rows<kBlockM>(s.dout[slot.stage], ragged_rows());
+  }
+
+  // Zeroes the rows of a tile from `first` on, before this consumer's products read them. Both
+  // consumers do so: neither has to wait for the other.
+  template <int kRows>
+  __device__ __forceinline__ void clear_rows(typename Config::Element* tile, int first) const {
+    constexpr int kChunks = Config::kRowBytes / 16;
+#pragma unroll 1
+    for (int i = first * kChunks + threadIdx.x % 128; i < kRows * kChunks; i += 128) {
+#pragma unroll
+      for (int columns = 0; columns < Config::kHeadDim / 64; ++columns) {
+        reinterpret_cast<uint4*>(tile)[columns * kRows * kChunks + i] = uint4{};
+      }
+    }
+    ptx::fence_proxy_async();
+    ptx::barrier_sync(1 + consumer, 128);
+  }
+
+  __device__ __forceinline__ void probabilities(const Ring& slot, Scores& p, Packed& packed) {
+    if (__builtin_expect(a.scores.transform, false)) transform_scores<false>(p, a.scores);
+    if (__builtin_expect(is_boundary(), false)) {
+      const KeyTile& t = s.tile;
+      const ForwardParams& f = a.params.forward;
+      const int key = t.first_key + threadIdx.x / 32 % 4 * 16 + consumer * 64 + threadIdx.x % 32 / 4;
+      mask_keys<Config>(p, {t.seqlen_q - t.seqlen_k, f.window_right, f.window_left}, key,
+                        block * kBlockM, t.seqlen_q, t.seqlen_k);
+    }
+    make_probabilities<Config>(a, p, packed, s.lse_log2[slot.stage]);
+  }
+
+  // dS in registers for dK, in shared memory for dQ.
+  __device__ __forceinline__ void score_gradients(const Ring& slot, int i, const Scores& p,
+                                                  Scores& dp, Packed& packed) {
+    if (__builtin_expect(is_boundary(), false)) {
+      // Hidden pairs: dP may be NaN.
+#pragma unroll
+      for (int n = 0; n < kBlockM / 2; ++n) dp[n] = p[n] == 0.0f ? 0.0f : dp[n];
+    }
+    make_score_gradients<Config>(p, dp, packed, s.delta[slot.stage]);
+    store_scores<Config>(ptx::shared_address(s.ds[i & 1][consumer]), packed);
+    ptx::fence_proxy_async();
+    release(s.ds_full[i & 1]);
+  }
+
+  __device__ __forceinline__ void await_scores(int i) const { wait(s.ds_full[i & 1], i >> 1 & 1); }
+
+  // Adds this consumer's part of dQ of the block at `place`. A thread's 16 bytes lie between those
+  // of its neighbours, see kernel.cuh.
+  __device__ __forceinline__ void add_query_gradient(const float (&dq)[32], int of_block) const {
+    float* gradient = a.gradient + int64_t{place} * Config::kGradientFloats +
+                      consumer * Config::kPartFloats + threadIdx.x % 128 * 4;
+    Turn<Config> turn(a, s.tile, place, of_block, consumer);
+    turn.await();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      ptx::red_add_v4(gradient + i * 512, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+    }
+    turn.finish();
+  }
+
+  __device__ __forceinline__ bool is_boundary() const {
+    return block < full_begin || block >= full_end;
+  }
+  __device__ __forceinline__ int block_before() const { return (block == begin ? end : block) - 1; }
+  __device__ __forceinline__ void advance_block() {
+    ++block;
+    if (block == end) block = begin;
+  }
+  // From the place of the block before `block` to that of `block`, perhaps of the next head.
+  __device__ __forceinline__ void advance_place() {
+    place += block == begin ? a.query_blocks - (end - 1 - begin) : 1;
+  }
+  __device__ __forceinline__ int ragged_rows() const { return s.tile.seqlen_q % kBlockM; }
+
+  __device__ __forceinline__ static void wait(uint64_t& barrier, int parity) {
+    ptx::mbarrier_wait(ptx::shared_address(&barrier), parity);
+  }
+
+  // One arrival a warp, after all of its lanes have read or written. Predicated, as in the forward.
+  __device__ __forceinline__ static void release(uint64_t& barrier) {
+    __syncwarp();
+    ptx::mbarrier_arrive_if(ptx::shared_address(&barrier), threadIdx.x % 32 == 0);
+  }
+
+  // This consumer's 64 rows of K or V.
+  __device__ __forceinline__ ptx::WgmmaDescriptor keys(const typename Config::Element* tile) const {
+    return {ptx::shared_address(tile) + consumer * 64 * Config::kRowBytes, 16};
+  }
+  // The columns of K for this consumer's part of dQ.
+  __device__ __forceinline__ ptx::WgmmaDescriptor key_columns() const {
+    constexpr int kColumns = Config::kBlockN * Config::kRowBytes;
+    const int first = Config::kSplitRows ? 0 : consumer * kColumns;
+    return {ptx::shared_address(s.k) + first, kColumns};
+  }
+  template <class Buffers>
+  __device__ __forceinline__ ptx::WgmmaDescriptor queries(const Buffers& ring,
+                                                          const Ring& slot) const {
+    return {ptx::shared_address(ring) + slot.stage * Config::kQueryBytes,
+            kBlockM * Config::kRowBytes};
+  }
+  // The rows of dS for this consumer's part of dQ.
+  __device__ __forceinline__ ptx::WgmmaDescriptor scores(int i) const {
+    const int first = Config::kSplitRows ? consumer * 64 * Config::kRowBytes : 0;
+    return {ptx::shared_address(s.ds) + (i & 1) * Config::kConsumers * Config::kScoreBytes + first,
+            16};
+  }
+
+  const BackwardArguments& a;
+  BackwardShared<Config>& s;
+  const int consumer;  // of the thread block
+  float dk[Config::kHeadDim / 2], dv[Config::kHeadDim / 2];
+  int begin, end, full_begin, full_end;  // blocks of queries, see KeyTile
+  int block;                             // of the step
+  int ragged_block;  // packed: the block with rows past the end of the sequence; -1: none
+  int place;         // of the next dQ: its block among those of all heads
+};
+
+}  // namespace attnscope::sm90
