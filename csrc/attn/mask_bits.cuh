@@ -39,8 +39,7 @@ __device__ __forceinline__ void mask_scores_by_bits(float (&s)[kCount], const Wi
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int query = grouping.query(row + half * 8);
-    keep_columns(s, half, window.first_key(query) - first,
-                 window.end_key(query, seqlen_k) - first);
+    keep_columns(s, half, window.first_key(query) - first, window.end_key(query, seqlen_k) - first);
   }
 }
 

@@ -13,6 +13,7 @@ struct BackwardTile {
   int block_m;   // query rows of one step
   int block_n;   // keys, 64 a consumer warpgroup
   int stages;    // buffers for Q, and as many for dO
+  bool keeps_p;  // P in fp32 until dS; otherwise dS takes P as rounded for dV, without softcap
   const char* reason;
 
   constexpr int consumers() const { return block_n / 64; }
@@ -21,21 +22,23 @@ struct BackwardTile {
 
 // Deliberately not `inline`, see kForwardTiles.
 constexpr BackwardTile kBackwardTiles[] = {
-    {64, 128, 128, 3, "scores, their gradients and the gradients of Q, K, V fill 224 registers"},
-    {128, 64, 128, 3, "64 rows: the gradients of K and V take 128 registers"},
+    {64, 128, 128, 3, false,
+     "fewest reads of shared memory; S, dP, dK, dV take 192 registers, so P in fp32 would spill"},
+    {128, 64, 128, 3, true, "dK and dV take 128 registers, which leaves room for 64 rows"},
 };
 inline constexpr int kBackwardTileCount = sizeof(kBackwardTiles) / sizeof(kBackwardTiles[0]);
 
-// The row that serves a head dim; -1 if there is none.
-constexpr int backward_tile(int head_dim) {
+// The row that serves a call: the first with room for its head dim; -1 if there is none.
+constexpr int backward_tile(int head_dim, bool softcap) {
   for (int i = 0; i < kBackwardTileCount; ++i) {
-    if (head_dim <= kBackwardTiles[i].head_dim) return i;
+    const BackwardTile& t = kBackwardTiles[i];
+    if (head_dim <= t.head_dim && (t.keeps_p || !softcap)) return i;
   }
   return -1;
 }
 
 inline int backward_tile(const ForwardParams& p) {
-  return backward_tile(p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v);
+  return backward_tile(p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v, p.softcap > 0);
 }
 
 // How many blocks of `rows` rows a batch has. In a packed batch each sequence starts a block: at

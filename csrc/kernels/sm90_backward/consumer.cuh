@@ -80,7 +80,7 @@ class BackwardConsumer {
       issue_key_gradient<Config>(dv, packed_p, queries(s.dout, slot));
       ptx::wgmma_wait<1>();
       ptx::pin_registers(dp);
-      score_gradients(slot, i, p, dp, packed_ds);
+      score_gradients(slot, i, p, packed_p, dp, packed_ds);
       issue_key_gradient<Config>(dk, packed_ds, queries(s.q, slot));
       await_scores(i);
       issue_query_gradient<Config>(dq, scores(i), key_columns());
@@ -94,24 +94,21 @@ class BackwardConsumer {
     }
   }
 
-  // dQ(i - 1) runs beside the exponentials of step i, dV(i) beside dS(i). In flight, in the order
-  // of issue: dK(i - 1), S(i), dQ(i - 1); later dP(i), dV(i).
+  // dQ(i) runs beside the exponentials of step i + 1, dV(i) beside dS(i). In flight, in the order
+  // of issue: dP(i), dV(i), dK(i), S(i + 1), dQ(i). Each turn of the loop begins with only dQ in
+  // flight: the compiler serialises products whose A operand in registers lives across turns.
   __device__ __forceinline__ void run_late(int steps) {
+    Scores p;
+    float dq[32];
+    await_queries(Ring(0));
+    issue_scores<Config>(p, keys(s.k), queries(s.q, Ring(0)));
+    ptx::wgmma_wait<0>();
+    ptx::pin_registers(p);
 #pragma unroll 1
     for (int i = 0; i < steps; ++i) {
-      const Ring slot(i);
-      Scores p, dp;
+      const Ring slot(i), next(i + 1);
+      Scores dp;
       Packed packed_p, packed_ds;
-      float dq[32];
-      await_queries(slot);
-      issue_scores<Config>(p, keys(s.k), queries(s.q, slot));
-      // There is no dQ before the first step: the product then reads whatever is in the buffer, and
-      // its result is not used. A branch around the product would serialise the others.
-      if (i > 0) await_scores(i - 1);
-      issue_query_gradient<Config>(dq, scores(i - 1), key_columns());
-      ptx::wgmma_wait<1>();
-      ptx::pin_registers(p);
-      if (i > 0) release(s.empty[Ring(i - 1).stage]);
       probabilities(slot, p, packed_p);
       await_dout(slot, i == 0);
       ptx::wgmma_wait<0>();
@@ -124,13 +121,21 @@ class BackwardConsumer {
       issue_key_gradient<Config>(dv, packed_p, queries(s.dout, slot));
       ptx::wgmma_wait<1>();
       ptx::pin_registers(dp);
-      score_gradients(slot, i, p, dp, packed_ds);
+      score_gradients(slot, i, p, packed_p, dp, packed_ds);
       issue_key_gradient<Config>(dk, packed_ds, queries(s.q, slot));
       advance_block();
+      ptx::wgmma_wait<1>();  // for dV: frees the registers of P
+      // After the last step there is no S: the product then reads whatever is in the buffer, and
+      // its result is not used. A branch around the product would serialise the others.
+      if (i + 1 < steps) await_queries(next);
+      issue_scores<Config>(p, keys(s.k), queries(s.q, next));
+      ptx::wgmma_wait<1>();  // for dK: frees the registers of dS
+      release(s.empty[slot.stage]);
+      await_scores(i);
+      issue_query_gradient<Config>(dq, scores(i), key_columns());
+      ptx::wgmma_wait<1>();
+      ptx::pin_registers(p);
     }
-    float dq[32];
-    await_scores(steps - 1);
-    issue_query_gradient<Config>(dq, scores(steps - 1), key_columns());
     ptx::wgmma_wait<0>();
     ptx::pin_registers(dq);
     add_query_gradient(dq, block_before());
@@ -179,7 +184,8 @@ class BackwardConsumer {
     if (__builtin_expect(is_boundary(), false)) {
       const KeyTile& t = s.tile;
       const ForwardParams& f = a.params.forward;
-      const int key = t.first_key + threadIdx.x / 32 % 4 * 16 + consumer * 64 + threadIdx.x % 32 / 4;
+      const int key =
+          t.first_key + threadIdx.x / 32 % 4 * 16 + consumer * 64 + threadIdx.x % 32 / 4;
       mask_keys<Config>(p, {t.seqlen_q - t.seqlen_k, f.window_right, f.window_left}, key,
                         block * kBlockM, t.seqlen_q, t.seqlen_k);
     }
@@ -188,13 +194,13 @@ class BackwardConsumer {
 
   // dS in registers for dK, in shared memory for dQ.
   __device__ __forceinline__ void score_gradients(const Ring& slot, int i, const Scores& p,
-                                                  Scores& dp, Packed& packed) {
+                                                  const Packed& packed_p, const Scores& dp,
+                                                  Packed& packed) {
     if (__builtin_expect(is_boundary(), false)) {
-      // Hidden pairs: dP may be NaN.
-#pragma unroll
-      for (int n = 0; n < kBlockM / 2; ++n) dp[n] = p[n] == 0.0f ? 0.0f : dp[n];
+      make_score_gradients<Config, true>(p, packed_p, dp, packed, s.delta[slot.stage]);
+    } else {
+      make_score_gradients<Config, false>(p, packed_p, dp, packed, s.delta[slot.stage]);
     }
-    make_score_gradients<Config>(p, dp, packed, s.delta[slot.stage]);
     store_scores<Config>(ptx::shared_address(s.ds[i & 1][consumer]), packed);
     ptx::fence_proxy_async();
     release(s.ds_full[i & 1]);

@@ -24,7 +24,8 @@ __device__ __forceinline__ void store_rows(const float* x, float factor, uint32_
     uint32_t words[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      words[i] = ptx::pack<Element>(x[4 * chunk + 2 * i] * factor, x[4 * chunk + 2 * i + 1] * factor);
+      words[i] =
+          ptx::pack<Element>(x[4 * chunk + 2 * i] * factor, x[4 * chunk + 2 * i + 1] * factor);
     }
     ptx::stmatrix_x4(write ^ chunk * 16, words);
   }

@@ -6,7 +6,8 @@
 //           blocks of queries. S^T = K Q^T and dP^T = V dO^T give P^T and dS^T in registers as the
 //           A operands of dV += P^T dO and dK += dS^T Q. Only dS passes through shared memory, for
 //           dQ = dS K, which leaves from registers by 16-byte additions to fp32 in global memory.
-// Layouts   dQ of a block of queries: one part for each consumer, [8 column groups][128 threads][4].
+// Layouts   dQ of a block of queries: one part for each consumer, [8 column groups][128
+// threads][4].
 //           A thread's 4 are rows g and g + 8 of its warp's 16, columns 8 i + 2 (lane % 4) and the
 //           next, as the tensor cores leave them. backward_postprocess_kernel makes rows of them.
 // Limits    bf16, fp16; head dims in multiples of 8 up to 128.

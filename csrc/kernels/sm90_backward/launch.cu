@@ -49,14 +49,14 @@ cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cuda
   a.packed = p.packed();
   a.group = p.heads_q / std::max(p.heads_kv, 1);
   a.heads_kv = Divisor::of(std::max(p.heads_kv, 1));
-  a.query_blocks = static_cast<int>(
-      block_count(a.packed, p.total_q, p.seqlen_q, p.batch, Config::kBlockM));
+  a.query_blocks =
+      static_cast<int>(block_count(a.packed, p.total_q, p.seqlen_q, p.batch, Config::kBlockM));
   a.all_queries = Divisor::of(std::max(a.query_blocks, 1));
   a.dense_queries = Divisor::of(std::max(ceil_div(p.seqlen_q, Config::kBlockM), 1));
-  a.key_blocks = Divisor::of(std::max<int>(
-      1, block_count(a.packed, p.total_k, p.seqlen_k, p.batch, Config::kBlockN)));
-  const int64_t bytes = int64_t{p.seqlen_q} * a.group * (2 * (p.head_dim + p.head_dim_v) +
-                                                         4 * Config::kHeadDim);
+  a.key_blocks = Divisor::of(
+      std::max<int>(1, block_count(a.packed, p.total_k, p.seqlen_k, p.batch, Config::kBlockN)));
+  const int64_t bytes =
+      int64_t{p.seqlen_q} * a.group * (2 * (p.head_dim + p.head_dim_v) + 4 * Config::kHeadDim);
   const bool first_are_longest = p.window_right >= 0 && p.window_left < 0;
   a.order = tile_order(ceil_div(p.seqlen_k, Config::kBlockN), p.batch, p.heads_kv, p.heads_kv,
                        bytes, first_are_longest);
@@ -76,10 +76,10 @@ cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cuda
       error != cudaSuccess) {
     return error;
   }
-  const auto places = static_cast<unsigned>(query_places(p, kTile));
-  const auto tiles = static_cast<unsigned>(p.total_k == 0 ? 0 : key_tiles(p, kTile));
-  backward_preprocess_kernel<Config>
-      <<<std::max(places, 1u), kPreprocessThreads, 0, stream>>>(a);
+  const bool empty = p.batch == 0;
+  const auto places = static_cast<unsigned>(empty ? 0 : query_places(p, kTile));
+  const auto tiles = static_cast<unsigned>(empty || p.total_k == 0 ? 0 : key_tiles(p, kTile));
+  backward_preprocess_kernel<Config><<<std::max(places, 1u), kPreprocessThreads, 0, stream>>>(a);
   if (tiles > 0) {
     backward_kernel<Config><<<tiles, Config::kThreads, kSharedBytes, stream>>>(a);
   }
@@ -120,7 +120,6 @@ int64_t backward_workspace(const BackwardParams& params) { return backward_layou
 
 const char* launch_backward(const BackwardParams& params, void* stream) {
   const ForwardParams& p = params.forward;
-  if (p.batch == 0 && !p.packed()) return nullptr;
   const DeviceFacts device = current_device();
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   const cudaError_t error = p.dtype == DType::kBFloat16

@@ -33,8 +33,8 @@ __global__ void __launch_bounds__(128 * Config::kConsumers)
   const Strides& stride = a.params.dq_stride;
   Element* out = static_cast<Element*>(a.params.dq) + b.segment.batch * stride.batch +
                  head * stride.head + (b.segment.row + b.first + row) * stride.row + column;
-  store_rows<Element>(x, a.scale, ptx::shared_address(staging[warp]), out, stride.row,
-                      b.rows - row, a.params.forward.head_dim - column);
+  store_rows<Element>(x, a.scale, ptx::shared_address(staging[warp]), out, stride.row, b.rows - row,
+                      a.params.forward.head_dim - column);
 }
 
 }  // namespace attnscope::sm90

@@ -50,12 +50,11 @@ __global__ void __launch_bounds__(kPreprocessThreads)
   }
   if (blockIdx.x == 0 && thread == 0) *a.counter = 0;
   const int place = blockIdx.x, head = place / a.all_queries;
-  if (head >= p.heads_q) return;
+  if (head >= p.heads_q || p.batch == 0) return;
   const RowBlock b = query_block<Config>(a, place - head * a.all_queries.divisor);
   if (b.rows <= 0) return;
 
-  auto* gradient =
-      reinterpret_cast<float4*>(a.gradient + int64_t{place} * Config::kGradientFloats);
+  auto* gradient = reinterpret_cast<float4*>(a.gradient + int64_t{place} * Config::kGradientFloats);
 #pragma unroll
   for (int i = 0; i < Config::kGradientFloats / 4 / kPreprocessThreads; ++i) {
     gradient[i * kPreprocessThreads + thread] = float4{};
@@ -67,8 +66,8 @@ __global__ void __launch_bounds__(kPreprocessThreads)
   const int column = thread % kLanes * 8;
   uint4 out[kPasses], dout[kPasses];
   const auto rows_of = [&](const void* data, const Strides& stride) {
-    return static_cast<const Element*>(data) + b.segment.batch * stride.batch +
-           head * stride.head + (b.segment.row + b.first) * stride.row + column;
+    return static_cast<const Element*>(data) + b.segment.batch * stride.batch + head * stride.head +
+           (b.segment.row + b.first) * stride.row + column;
   };
   const Element* const out_rows = rows_of(p.out, p.out_stride);
   const Element* const dout_rows = rows_of(a.params.dout, a.params.dout_stride);
@@ -83,8 +82,8 @@ __global__ void __launch_bounds__(kPreprocessThreads)
     }
   }
   float* statistics = a.statistics + int64_t{place} * (2 * Config::kBlockM);
-  const int64_t first = b.segment.batch * p.lse_batch_stride + head * p.lse_head_stride +
-                        b.segment.row + b.first;
+  const int64_t first =
+      b.segment.batch * p.lse_batch_stride + head * p.lse_head_stride + b.segment.row + b.first;
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
     const int row = pass * kRows + thread / kLanes;

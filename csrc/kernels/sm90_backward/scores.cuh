@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attn/mask_bits.cuh"
+#include "attn/nonfinite.cuh"
 #include "attn/scores.cuh"
 #include "kernels/sm90_backward/shared.cuh"
 #include "ptx/ldmatrix.cuh"
@@ -55,7 +56,7 @@ __device__ __forceinline__ void make_probabilities(const BackwardArguments& a,
       }
     }
   };
-  if (__builtin_expect(a.scores.transform == kCap, false)) {
+  if (Config::kKeepsP && __builtin_expect(a.scores.transform == kCap, false)) {
     each([&](float p, float logit) {
       const float tanh = fmaxf(logit * a.inverse_cap, -1.0f);  // hidden: -inf
       return p * fmaf(-tanh, tanh, 1.0f);
@@ -65,9 +66,20 @@ __device__ __forceinline__ void make_probabilities(const BackwardArguments& a,
   }
 }
 
-// dS^T = P (dP^T - delta), packed; `p` as make_probabilities leaves it.
+// P again, from what make_probabilities leaves: words 4 n + 2 half and the next of `p`. Where
+// registers are scarce: P as rounded for dV.
 template <class Config>
+__device__ __forceinline__ float2 probability_pair(const float (&p)[Config::kBlockM / 2],
+                                                   const uint32_t (&packed)[Config::kBlockM / 4],
+                                                   int pair) {
+  if constexpr (Config::kKeepsP) return {p[2 * pair], p[2 * pair + 1]};
+  return unpack<typename Config::Element>(packed[pair]);
+}
+
+// dS^T = P (dP^T - delta), packed. With kHidden, 0 wherever P is 0, even if dP is NaN.
+template <class Config, bool kHidden>
 __device__ __forceinline__ void make_score_gradients(const float (&p)[Config::kBlockM / 2],
+                                                     const uint32_t (&packed)[Config::kBlockM / 4],
                                                      const float (&dp)[Config::kBlockM / 2],
                                                      uint32_t (&ds)[Config::kBlockM / 4],
                                                      const float* delta) {
@@ -76,9 +88,14 @@ __device__ __forceinline__ void make_score_gradients(const float (&p)[Config::kB
     const float2 d = column_pair(delta, n);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int i = 4 * n + 2 * half;
-      ds[2 * n + half] =
-          ptx::pack<typename Config::Element>(p[i] * (dp[i] - d.x), p[i + 1] * (dp[i + 1] - d.y));
+      const int pair = 2 * n + half;
+      const float2 weight = probability_pair<Config>(p, packed, pair);
+      float low = weight.x * (dp[2 * pair] - d.x), high = weight.y * (dp[2 * pair + 1] - d.y);
+      if (kHidden) {
+        low = weight.x == 0.0f ? 0.0f : low;
+        high = weight.y == 0.0f ? 0.0f : high;
+      }
+      ds[pair] = ptx::pack<typename Config::Element>(low, high);
     }
   }
 }

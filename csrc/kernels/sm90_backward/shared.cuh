@@ -34,6 +34,7 @@ struct BackwardConfig {
   static constexpr int kScoreBytes = 2 * kBlockM * 64;        // of a consumer's dS
   // A consumer computes a part of dQ [kBlockM, kHeadDim]: 64 rows or 64 columns.
   static constexpr bool kSplitRows = kBlockM == 128;
+  static constexpr bool kKeepsP = kTile.keeps_p;
   static constexpr int kPartFloats = 64 * 64;
   static constexpr int kGradientFloats = kBlockM * kHeadDim;  // of dQ of a block
 
@@ -44,16 +45,16 @@ struct BackwardConfig {
 
 // One tile of keys, described once for all roles. Blocks are blocks of queries.
 struct alignas(128) KeyTile {
-  int rows;         // keys of the tile; 0: there is no tile
-  int head_kv;      // its first query head is head_kv * group
-  int batch;        // index into the tensors; 0 when packed
-  int q_row;        // row of the tensors where the sequence's queries begin
-  int k_row;        // row of the tensors where the tile begins
-  int first_key;    // key of the sequence where the tile begins
-  int key_block;    // number of the tile in its sequence
+  int rows;       // keys of the tile; 0: there is no tile
+  int head_kv;    // its first query head is head_kv * group
+  int batch;      // index into the tensors; 0 when packed
+  int q_row;      // row of the tensors where the sequence's queries begin
+  int k_row;      // row of the tensors where the tile begins
+  int first_key;  // key of the sequence where the tile begins
+  int key_block;  // number of the tile in its sequence
   int seqlen_q, seqlen_k;
-  int first_block;       // number of the sequence's first block among those of a head
-  int begin, end;        // the blocks that see a key of the tile
+  int first_block;         // number of the sequence's first block among those of a head
+  int begin, end;          // the blocks that see a key of the tile
   BlockRange consumer[2];  // full_begin, full_end: where all rows see all of a consumer's 64 keys
 };
 
@@ -83,15 +84,15 @@ struct BackwardShared {
 struct BackwardArguments {
   TensorMap q, k, v, dout;
   BackwardParams params;
-  TileOrder order;     // dense
+  TileOrder order;  // dense
   ScoreScales scores;
   float scale, inverse_cap;
   Divisor heads_kv;
-  int group;               // query heads of a key head
-  int query_blocks;        // of a head, in the whole batch
-  Divisor all_queries;     // the same
-  Divisor key_blocks;      // packed: of a key head, in the whole batch
-  Divisor dense_queries;   // dense: blocks of queries in a sequence
+  int group;              // query heads of a key head
+  int query_blocks;       // of a head, in the whole batch
+  Divisor all_queries;    // the same
+  Divisor key_blocks;     // packed: of a key head, in the whole batch
+  Divisor dense_queries;  // dense: blocks of queries in a sequence
   bool packed;
   float* statistics;
   float* gradient;
@@ -104,7 +105,8 @@ struct BackwardArguments {
 // floor(b / n) >= floor((a + b) / n), so the blocks of a sequence end before the next one's begin.
 __device__ __forceinline__ int first_block(const int32_t* cu_seqlens, int64_t total, int sequence,
                                            int rows) {
-  const int begin = min(max(cu_seqlens[sequence], 0), static_cast<int>(min(total, int64_t{INT_MAX})));
+  const int begin =
+      min(max(cu_seqlens[sequence], 0), static_cast<int>(min(total, int64_t{INT_MAX})));
   return begin / rows + sequence;
 }
 
@@ -116,8 +118,8 @@ __device__ __forceinline__ int find_sequence(const int32_t* cu_seqlens, int64_t 
   for (int count = batch; count > 1;) {
     const int step = (count + 31) / 32;
     const int candidate = low + ptx::lane() * step;
-    const bool before = candidate < low + count &&
-                        first_block(cu_seqlens, total, candidate, rows) <= block;
+    const bool before =
+        candidate < low + count && first_block(cu_seqlens, total, candidate, rows) <= block;
     const int chosen = max(__popc(__ballot_sync(0xffffffffu, before)) - 1, 0) * step;
     count = min(step, count - chosen);
     low += chosen;

@@ -61,9 +61,8 @@ __device__ __forceinline__ void describe_tile(const BackwardArguments& a, KeyTil
     t.key_block = key_block;
     t.seqlen_q = seg_q.length;
     t.seqlen_k = seg_k.length;
-    t.first_block = a.packed
-                        ? first_block(p.cu_seqlens_q, p.total_q, sequence, Config::kBlockM)
-                        : sequence * a.dense_queries.divisor;
+    t.first_block = a.packed ? first_block(p.cu_seqlens_q, p.total_q, sequence, Config::kBlockM)
+                             : sequence * a.dense_queries.divisor;
     t.begin = range.begin;
     t.end = range.end;
   }
