@@ -19,9 +19,8 @@ constexpr bool kLateQueryGradient = true;
 // One warpgroup. Step number i works on one block of queries of one head; it uses buffer i of the
 // ring, and buffer i modulo 2 for dS.
 //
-// dS needs no `empty` barrier. Who writes dS(i + 2) has waited for dS(i + 1) of both consumers, to
-// compute dQ(i + 1) in this order or dQ(i + 1) one step late. Each consumer completes its dQ(i)
-// before it arrives with dS(i + 1).
+// dS needs no `empty` barrier: who writes dS(i + 2) has waited for dS(i + 1) of both consumers, and
+// each consumer completes its dQ(i), which reads dS(i), before it arrives with dS(i + 1).
 template <class Config>
 class BackwardConsumer {
  public:
@@ -230,7 +229,7 @@ class BackwardConsumer {
     ++block;
     if (block == end) block = begin;
   }
-  // From the place of the block before `block` to that of `block`, perhaps of the next head.
+  // Moves on to the place of block `block`, perhaps of the next head.
   __device__ __forceinline__ void advance_place() {
     place += block == begin ? a.query_blocks - (end - 1 - begin) : 1;
   }

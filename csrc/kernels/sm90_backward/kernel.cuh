@@ -2,14 +2,12 @@
 //
 // Problem   dq, dk, dv of out = softmax(mask(cap(q k^T scale))) v, see attn/params.h.
 // Roles     One thread of warpgroup 0 loads by TMA. Warpgroups 1 and 2 consume: each owns 64 keys.
-// Pipeline  A thread block takes 128 keys of one key head and loops over its query heads and their
-//           blocks of queries. S^T = K Q^T and dP^T = V dO^T give P^T and dS^T in registers as the
-//           A operands of dV += P^T dO and dK += dS^T Q. Only dS passes through shared memory, for
-//           dQ = dS K, which leaves from registers by 16-byte additions to fp32 in global memory.
-// Layouts   dQ of a block of queries: one part for each consumer, [8 column groups][128
-// threads][4].
-//           A thread's 4 are rows g and g + 8 of its warp's 16, columns 8 i + 2 (lane % 4) and the
-//           next, as the tensor cores leave them. backward_postprocess_kernel makes rows of them.
+// Pipeline  A thread block loops over the query heads and query blocks that see its 128 keys. S^T
+//           = K Q^T and dP^T = V dO^T give P^T and dS^T in registers, as A operands of dV += P^T dO
+//           and dK += dS^T Q. Shared memory passes dS on for dQ = dS K.
+// Layouts   dQ of a block of queries in fp32: a part for each consumer, [8 column groups][128
+//           threads][4]: each thread adds 16 bytes at a time. Its 4 are rows g and g + 8 of its
+//           warp's 16, two columns each. backward_postprocess_kernel makes rows of them.
 // Limits    bf16, fp16; head dims in multiples of 8 up to 128.
 // Test      tests/ops/test_backward_gpu.py; bench: attnscope bench --mode backward --impl cuda.
 #pragma once

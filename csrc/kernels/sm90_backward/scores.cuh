@@ -100,9 +100,9 @@ __device__ __forceinline__ void make_score_gradients(const float (&p)[Config::kB
   }
 }
 
-// Stores dS^T of a warp's 16 keys as dS [kBlockM, 64 keys of the consumer], swizzled. Of the four
-// 8x8 matrices of 16 queries, lane l passes a row of matrix l / 8: query 8 (l / 16) + l % 8 of the
-// 16, keys 8 (l / 8 % 2) .. + 7 of the warp's 16.
+// Stores dS^T of a warp's 16 keys as dS [kBlockM, 64 keys of the consumer], swizzled. Four 8x8
+// matrices make 16 queries by 16 keys; lane l passes the address of query 8 (l / 16) + l % 8 and
+// keys 8 (l / 8 % 2) to 8 (l / 8 % 2) + 7.
 template <class Config>
 __device__ __forceinline__ void store_scores(uint32_t shared,
                                              const uint32_t (&ds)[Config::kBlockM / 4]) {

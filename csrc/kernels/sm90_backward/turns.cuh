@@ -1,9 +1,9 @@
 // Turns: the order in which key blocks add to dQ in a deterministic call.
 //
-// A warp always adds the same elements of a block of dQ. So a turn is of a warp: the ticket of
-// (query head, block of queries, consumer warp) counts the key blocks that have added. The last key
-// block that a query sees adds first, the others in descending order: under a causal mask a tile
-// starts at the block of queries where it is first in turn.
+// A warp adds the same elements of a block of dQ in every thread block. So warps take turns: the
+// ticket of (query head, block of queries, consumer warp) counts the key blocks that have added.
+// The last key block that a query sees adds first, the others in descending order: under a causal
+// mask a tile then starts at the block of queries where its turn is the first.
 //
 // Progress: tiles are taken from a counter, the last key blocks of a sequence first. A tile waits
 // only for tiles of later key blocks. Those were taken before, so they run or have ended, and
