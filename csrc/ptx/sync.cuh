@@ -48,6 +48,18 @@ __device__ __forceinline__ int atomic_add(int* global, int value) {
   return before;
 }
 
+// Programmatic dependent launch. The next kernel of the stream may start, if it was launched so,
+// once every thread block has called this or has ended. PTX ISA 9.7.13.13, sm_90.
+__device__ __forceinline__ void launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// Waits until the kernel before, if it was told to launch this one early, has ended and its writes
+// are visible.
+__device__ __forceinline__ void await_kernel_before() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 // Moves registers between warpgroups; every warp of the warpgroup executes it. PTX ISA 9.7.19.5.
 template <int kRegisters>
 __device__ __forceinline__ void setmaxnreg_inc() {

@@ -51,9 +51,9 @@ def test_groups_of_products_are_not_serialised(row, element):
     assert code_of(row, element).count("WARPGROUP.ARRIVE") == 6
 
 
-def test_dq_leaves_by_vector_reductions(row, element):
-    """Sixteen bytes a thread and column group; no scalar addition of floats."""
+def test_dq_leaves_by_bulk_reductions(row, element):
+    """One TMA instruction for a consumer's part; no addition of floats by ordinary threads."""
     code = code_of(row, element)
-    assert code.count("REDG.E.ADD.F32x4") == 2 * 8
-    assert "REDG.E.ADD.F32." not in code
+    assert code.count("UBLKRED.G.S.ADD.F32") == 1
+    assert "REDG.E.ADD.F32" not in code
     assert "UTMALDG.4D" in code and "STSM.16.MT88.4" in code

@@ -5,7 +5,7 @@
 #include "kernels/sm90_backward/products.cuh"
 #include "kernels/sm90_backward/scores.cuh"
 #include "kernels/sm90_backward/shared.cuh"
-#include "kernels/sm90_backward/turns.cuh"
+#include "ptx/tma.cuh"
 
 namespace attnscope::sm90 {
 
@@ -34,8 +34,11 @@ class BackwardConsumer {
     full_begin = ptx::uniform(t.consumer[consumer].full_begin);
     full_end = ptx::uniform(t.consumer[consumer].full_end);
     block = begin;
+#ifdef ATTNSCOPE_SELF
     const int first_head = ptx::uniform(t.head_kv) * a.group;
     place = first_head * a.query_blocks + ptx::uniform(t.first_block) + begin;
+    before = begin;
+#endif
     const int seqlen_q = ptx::uniform(t.seqlen_q);
     ragged_block = a.packed && seqlen_q % kBlockM != 0 ? seqlen_q / kBlockM : -1;
     const int steps = max(end - begin, 0) * a.group;
@@ -87,10 +90,10 @@ class BackwardConsumer {
       release(s.empty[slot.stage]);
       ptx::wgmma_wait<0>();
       ptx::pin_registers(dq);
-      add_query_gradient(dq, block);
+      stage_query_gradient(dq, i);
       advance_block();
-      advance_place();
     }
+    finish_query_gradient(steps - 1);
   }
 
   // dQ(i) runs beside the exponentials of step i + 1, dV(i) beside dS(i). In flight, in the order
@@ -112,10 +115,7 @@ class BackwardConsumer {
       await_dout(slot, i == 0);
       ptx::wgmma_wait<0>();
       ptx::pin_registers(dq);
-      if (i > 0) {
-        add_query_gradient(dq, block_before());
-        advance_place();
-      }
+      if (i > 0) stage_query_gradient(dq, i - 1);
       issue_scores<Config>(dp, keys(s.v), queries(s.dout, slot));
       issue_key_gradient<Config>(dv, packed_p, queries(s.dout, slot));
       ptx::wgmma_wait<1>();
@@ -137,7 +137,8 @@ class BackwardConsumer {
     }
     ptx::wgmma_wait<0>();
     ptx::pin_registers(dq);
-    add_query_gradient(dq, block_before());
+    stage_query_gradient(dq, steps - 1);
+    finish_query_gradient(steps - 1);
   }
 
   // K, and V before its first use. Rows past the end of a packed sequence are the next one's: they
@@ -203,36 +204,86 @@ class BackwardConsumer {
     store_scores<Config>(ptx::shared_address(s.ds[i & 1][consumer]), packed);
     ptx::fence_proxy_async();
     release(s.ds_full[i & 1]);
+#ifndef ATTNSCOPE_FENCE_TWICE
+    pass_query_gradient(i - 1);
+#endif
   }
 
   __device__ __forceinline__ void await_scores(int i) const { wait(s.ds_full[i & 1], i >> 1 & 1); }
 
-  // Adds this consumer's part of dQ of the block at `place`. A thread's 16 bytes lie between those
-  // of its neighbours, see kernel.cuh.
-  __device__ __forceinline__ void add_query_gradient(const float (&dq)[32], int of_block) const {
-    float* gradient = a.gradient + int64_t{place} * Config::kGradientFloats +
-                      consumer * Config::kPartFloats + threadIdx.x % 128 * 4;
-    Turn<Config> turn(a, s.tile, place, of_block, consumer);
-    turn.await();
+  // Puts this consumer's part of dQ(i) into shared memory: 4 KB a warp, see kernel.cuh.
+  __device__ __forceinline__ void stage_query_gradient(const float (&dq)[32], int i) {
+    const Slot<Config::kGradientStages> slot(i);
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+#ifdef ATTNSCOPE_SELF
+    ptx::tma_store_wait_read<Config::kGradientStages - 1>();
+    __syncwarp();
+#else
+    wait(s.dq_empty[consumer][slot.stage], slot.parity ^ 1);
+#endif
+    const uint32_t address =
+        ptx::shared_address(s.dq[consumer][slot.stage]) + warp * 4096 + lane * 16;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      ptx::red_add_v4(gradient + i * 512, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+    for (int j = 0; j < 8; ++j) {
+      ptx::store_shared_v4(address + j * 512, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2],
+                           dq[4 * j + 3]);
     }
-    turn.finish();
+#ifdef ATTNSCOPE_FENCE_TWICE
+    ptx::fence_proxy_async();
+    pass_query_gradient(i);
+#endif
+  }
+
+  // Passes dQ(i) to the writer, after a proxy fence.
+  __device__ __forceinline__ void pass_query_gradient(int i) {
+    const Slot<Config::kGradientStages> slot(max(i, 0));
+    __syncwarp();
+#ifdef ATTNSCOPE_SELF
+    if (i >= 0) {
+      const int warp = threadIdx.x / 32 % 4;
+      if (threadIdx.x % 32 == 0) {
+        float* gradient = a.gradient + int64_t{place} * Config::kGradientFloats +
+                          consumer * Config::kPartFloats + warp * 1024;
+        ptx::bulk_add(gradient, ptx::shared_address(s.dq[consumer][slot.stage]) + warp * 4096,
+                      4096);
+        ptx::tma_store_commit();
+      }
+      advance_place();
+    }
+#else
+    ptx::mbarrier_arrive_if(ptx::shared_address(&s.dq_full[consumer][slot.stage]),
+                            threadIdx.x % 32 == 0 && i >= 0);
+#endif
+  }
+
+  __device__ __forceinline__ void finish_query_gradient(int last) {
+#ifndef ATTNSCOPE_FENCE_TWICE
+    ptx::fence_proxy_async();
+    pass_query_gradient(last);
+#endif
+#ifdef ATTNSCOPE_SELF
+    ptx::tma_store_wait_read<0>();
+#endif
   }
 
   __device__ __forceinline__ bool is_boundary() const {
     return block < full_begin || block >= full_end;
   }
-  __device__ __forceinline__ int block_before() const { return (block == begin ? end : block) - 1; }
   __device__ __forceinline__ void advance_block() {
     ++block;
     if (block == end) block = begin;
   }
+#ifdef ATTNSCOPE_SELF
   // Moves on to the place of block `block`, perhaps of the next head.
   __device__ __forceinline__ void advance_place() {
-    place += block == begin ? a.query_blocks - (end - 1 - begin) : 1;
+    if (++before == end) {
+      before = begin;
+      place += a.query_blocks - (end - 1 - begin);
+    } else {
+      ++place;
+    }
   }
+#endif
   __device__ __forceinline__ int ragged_rows() const { return s.tile.seqlen_q % kBlockM; }
 
   __device__ __forceinline__ static void wait(uint64_t& barrier, int parity) {
@@ -275,7 +326,10 @@ class BackwardConsumer {
   int begin, end, full_begin, full_end;  // blocks of queries, see KeyTile
   int block;                             // of the step
   int ragged_block;  // packed: the block with rows past the end of the sequence; -1: none
-  int place;         // of the next dQ: its block among those of all heads
+#ifdef ATTNSCOPE_SELF
+  int place;  // of the next dQ: its block among those of all heads
+  int before;
+#endif
 };
 
 }  // namespace attnscope::sm90

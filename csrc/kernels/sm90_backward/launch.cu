@@ -37,6 +37,22 @@ int64_t key_tiles(const ForwardParams& p, const BackwardTile& t) {
   return p.heads_kv * block_count(p.packed(), p.total_k, p.seqlen_k, p.batch, t.block_n);
 }
 
+// Launches a kernel that may start before the one before has ended, see launch_dependents.
+cudaError_t launch_early(void (*kernel)(BackwardArguments), unsigned blocks, int threads,
+                         int shared_bytes, cudaStream_t stream, const BackwardArguments& a) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = blocks;
+  config.blockDim = static_cast<unsigned>(threads);
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, a);
+}
+
 template <class Config>
 cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cudaStream_t stream) {
   const ForwardParams& p = params.forward;
@@ -60,6 +76,12 @@ cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cuda
   const bool first_are_longest = p.window_right >= 0 && p.window_left < 0;
   a.order = tile_order(ceil_div(p.seqlen_k, Config::kBlockN), p.batch, p.heads_kv, p.heads_kv,
                        bytes, first_are_longest);
+  if (params.deterministic && !first_are_longest) {
+    // Tiles that take turns one after the other start one after the other, see Turns: at any time
+    // tiles of about `section` heads run.
+    a.order.section =
+        std::clamp(device.sms / std::max(a.order.m_blocks, 1), 1, std::max(a.order.heads, 1));
+  }
   const BackwardWorkspace w = backward_layout(params);
   char* workspace = static_cast<char*>(params.workspace);
   a.statistics = reinterpret_cast<float*>(workspace);
@@ -80,13 +102,15 @@ cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cuda
   const auto places = static_cast<unsigned>(empty ? 0 : query_places(p, kTile));
   const auto tiles = static_cast<unsigned>(empty || p.total_k == 0 ? 0 : key_tiles(p, kTile));
   backward_preprocess_kernel<Config><<<std::max(places, 1u), kPreprocessThreads, 0, stream>>>(a);
-  if (tiles > 0) {
-    backward_kernel<Config><<<tiles, Config::kThreads, kSharedBytes, stream>>>(a);
+  cudaError_t error = cudaGetLastError();
+  if (error == cudaSuccess && tiles > 0) {
+    error = launch_early(backward_kernel<Config>, tiles, Config::kThreads, kSharedBytes, stream, a);
   }
-  if (places > 0) {
-    backward_postprocess_kernel<Config><<<places, 128 * Config::kConsumers, 0, stream>>>(a);
+  if (error == cudaSuccess && places > 0) {
+    error = launch_early(backward_postprocess_kernel<Config>, places, 128 * Config::kConsumers, 0,
+                         stream, a);
   }
-  return cudaGetLastError();
+  return error;
 }
 
 template <class Element>

@@ -18,13 +18,14 @@ __global__ void __launch_bounds__(128 * Config::kConsumers)
   const int row = (Config::kSplitRows ? part * 64 : 0) + warp % 4 * 16;
   const int column = Config::kSplitRows ? 0 : part * 64;
   if (row >= b.rows) return;
+  ptx::await_kernel_before();
 
   const auto* gradient = reinterpret_cast<const float4*>(
       a.gradient + int64_t{place} * Config::kGradientFloats + part * Config::kPartFloats);
   float x[32];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const float4 value = gradient[i * 128 + threadIdx.x % 128];
+    const float4 value = gradient[threadIdx.x % 128 / 32 * 256 + i * 32 + threadIdx.x % 32];
     x[4 * i] = value.x;
     x[4 * i + 1] = value.y;
     x[4 * i + 2] = value.z;

@@ -4,6 +4,7 @@
 
 #include "attn/nonfinite.cuh"
 #include "kernels/sm90_backward/shared.cuh"
+#include "ptx/sync.cuh"
 
 namespace attnscope::sm90 {
 
@@ -40,6 +41,7 @@ __global__ void __launch_bounds__(kPreprocessThreads)
   constexpr int kPasses = Config::kBlockM / kRows;
   const ForwardParams& p = a.params.forward;
   const int thread = threadIdx.x;
+  ptx::launch_dependents();
   if (a.packed) {
     clear_uncovered_rows<Element>(a.params.dq, a.params.dq_stride, p.heads_q, p.head_dim,
                                   p.cu_seqlens_q, p.total_q, p.batch, p.seqlen_q);
@@ -59,8 +61,8 @@ __global__ void __launch_bounds__(kPreprocessThreads)
   for (int i = 0; i < Config::kGradientFloats / 4 / kPreprocessThreads; ++i) {
     gradient[i * kPreprocessThreads + thread] = float4{};
   }
-  if (a.tickets != nullptr && thread < Config::kConsumers * 4) {
-    a.tickets[int64_t{place} * Config::kConsumers * 4 + thread] = 0;
+  if (a.tickets != nullptr && thread < Config::kConsumers) {
+    a.tickets[int64_t{place} * Config::kConsumers + thread] = 0;
   }
 
   const int column = thread % kLanes * 8;

@@ -23,36 +23,37 @@ template <class Config>
 __device__ __forceinline__ void produce(const BackwardArguments& a, BackwardShared<Config>& s) {
   using ptx::shared_address;
   constexpr int kBlockM = Config::kBlockM, kStatisticsBytes = 4 * kBlockM;
+  // Read again where they are needed: this thread has few registers.
   const KeyTile& t = s.tile;
-  const int head_kv = t.head_kv, batch = t.batch, begin = t.begin, end = t.end;
 
   const auto load_keys = [&](auto& buffer, const TensorMap& tensor, uint64_t& full) {
     ptx::mbarrier_arrive_expect_tx(shared_address(&full), Config::kKeyBytes);
     load_rows<Config>(buffer, tensor, shared_address(&full), ptx::CachePolicy::kEvictFirst,
-                      Config::kBlockN, t.k_row, head_kv, batch);
+                      Config::kBlockN, t.k_row, t.head_kv, t.batch);
   };
   const auto load_queries = [&](auto& buffer, auto& statistics, const TensorMap& tensor,
                                 uint64_t& full, int head, int block, const float* source) {
     const uint32_t barrier = shared_address(&full);
     ptx::mbarrier_arrive_expect_tx(barrier, Config::kQueryBytes + kStatisticsBytes);
     load_rows<Config>(buffer, tensor, barrier, ptx::CachePolicy::kEvictLast, kBlockM,
-                      t.q_row + block * kBlockM, head, batch);
+                      t.q_row + block * kBlockM, head, t.batch);
     ptx::bulk_load(shared_address(statistics), source, kStatisticsBytes, barrier);
   };
 
   load_keys(s.k, a.k, s.k_full);
+  load_keys(s.v, a.v, s.v_full);
+  ptx::await_kernel_before();
   int count = 0;
 #pragma unroll 1
-  for (int head = head_kv * a.group; head < (head_kv + 1) * a.group; ++head) {
+  for (int head = t.head_kv * a.group; head < (t.head_kv + 1) * a.group; ++head) {
 #pragma unroll 1
-    for (int block = begin; block < end; ++block) {
+    for (int block = t.begin; block < t.end; ++block) {
       const Slot<Config::kStages> slot(count++);
       ptx::mbarrier_wait(shared_address(&s.empty[slot.stage]), slot.parity ^ 1);
       const float* statistics =
           a.statistics + (int64_t{head} * a.query_blocks + t.first_block + block) * (2 * kBlockM);
       load_queries(s.q[slot.stage], s.lse_log2[slot.stage], a.q, s.q_full[slot.stage], head, block,
                    statistics);
-      if (count == 1) load_keys(s.v, a.v, s.v_full);
       load_queries(s.dout[slot.stage], s.delta[slot.stage], a.dout, s.dout_full[slot.stage], head,
                    block, statistics + kBlockM);
     }

@@ -12,9 +12,15 @@ __device__ __forceinline__ void find_tile(const BackwardArguments& a, int index,
                                           int& sequence, int& key_block) {
   const ForwardParams& p = a.params.forward;
   if (a.packed) {
-    head_kv = index / a.key_blocks;
-    int block = index - head_kv * a.key_blocks.divisor;
-    if (a.tickets != nullptr) block = a.key_blocks.divisor - 1 - block;
+    int block;
+    if (a.tickets != nullptr) {
+      const int before = index / a.heads_kv;
+      head_kv = index - before * a.heads_kv.divisor;
+      block = a.key_blocks.divisor - 1 - before;
+    } else {
+      head_kv = index / a.key_blocks;
+      block = index - head_kv * a.key_blocks.divisor;
+    }
     sequence = find_sequence(p.cu_seqlens_k, p.total_k, p.batch, Config::kBlockN, block);
     key_block = block - first_block(p.cu_seqlens_k, p.total_k, sequence, Config::kBlockN);
   } else {

@@ -1,7 +1,7 @@
 // Turns: the order in which key blocks add to dQ in a deterministic call.
 //
-// A warp adds the same elements of a block of dQ in every thread block. So warps take turns: the
-// ticket of (query head, block of queries, consumer warp) counts the key blocks that have added.
+// A writer adds the same part of a block of dQ in every thread block. So writers take turns: the
+// ticket of (query head, block of queries, part) counts the key blocks that have added.
 // The last key block that a query sees adds first, the others in descending order: under a causal
 // mask a tile then starts at the block of queries where its turn is the first.
 //
@@ -12,45 +12,32 @@
 
 #include "kernels/sm90_backward/shared.cuh"
 #include "ptx/reduce.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/tma.cuh"
 
 namespace attnscope::sm90 {
 
 template <class Config>
-class Turn {
- public:
-  __device__ __forceinline__ Turn(const BackwardArguments& a, const KeyTile& t, int place,
-                                  int block, int consumer)
-      : a(a), t(t), place(place), block(block), consumer(consumer) {}
-
-  // Warp-converged, like finish.
-  __device__ __forceinline__ void await() const {
-    if (a.tickets == nullptr) return;
+struct Turns {
+  // Waits until all earlier key blocks have added to `part` of dQ, of a block of queries.
+  __device__ __forceinline__ static void await(const BackwardArguments& a, const KeyTile& t,
+                                               int part, int block) {
     const ForwardParams& p = a.params.forward;
     const Window window{t.seqlen_k - t.seqlen_q, p.window_left, p.window_right};
     const int last_row = min((block + 1) * Config::kBlockM, t.seqlen_q) - 1;
     const int last_block = (window.end_key(last_row, t.seqlen_k) - 1) / Config::kBlockN;
-    if (threadIdx.x % 32 == 0) {
-      while (ptx::load_acquire(ticket()) != last_block - t.key_block) {
-      }
+    const int turn = last_block - t.key_block;
+    while (ptx::load_acquire(a.tickets + part) != turn) {
     }
-    __syncwarp();
+    ptx::fence_proxy_async_global();
   }
 
-  __device__ __forceinline__ void finish() const {
-    if (a.tickets == nullptr) return;
-    __threadfence();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::red_release_add(ticket(), 1);
+  // Waits for this thread's additions, and passes the turn on.
+  __device__ __forceinline__ static void finish(const BackwardArguments& a, int part) {
+    ptx::tma_store_wait<0>();
+    ptx::fence_proxy_async_global();
+    ptx::red_release_add(a.tickets + part, 1);
   }
-
- private:
-  __device__ __forceinline__ int* ticket() const {
-    return a.tickets + (int64_t{place} * Config::kConsumers + consumer) * 4 + threadIdx.x / 32 % 4;
-  }
-
-  const BackwardArguments& a;
-  const KeyTile& t;
-  const int place, block, consumer;
 };
 
 }  // namespace attnscope::sm90
