@@ -4,13 +4,15 @@
 
 #include "attn/params.h"
 #include "attn/seqlen.cuh"
+#include "ptx/address.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/ldmatrix.cuh"
 
 namespace attnscope {
 
 // Tiles with kCols columns, filled by kThreads threads, threadIdx.x = 0 .. kThreads - 1. Rows are
-// cut into column blocks of 64 elements (32 where 64 does not divide): 128-byte (64-byte) rows whose
-// 16-byte chunks are permuted by the row, so ldmatrix has no bank conflicts.
+// cut into column blocks of 64 elements (32 where 64 does not divide): 128-byte (64-byte) rows
+// whose 16-byte chunks are permuted by the row, so ldmatrix has no bank conflicts.
 template <class Element_, int kCols_, int kThreads_>
 struct TileShape {
   using Element = Element_;
@@ -104,6 +106,32 @@ struct FragmentAddress {
     return (base ^ (step % kSteps * 32)) +
            (step / kSteps * kTileRows + row16 * 16) * Shape::kRowBytes;
   }
+};
+
+// Stores 16x16 fragments: packed pairs of accumulators, in the order of an A operand.
+template <class Shape, int kTileRows>
+struct FragmentStore {
+  FragmentAddress<Shape, kTileRows> address;
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  __device__ __forceinline__ FragmentStore(uint32_t tile, int row, int chunk, int lane)
+      : address(tile, row + lane / 4, chunk) {
+    address.base += lane % 4 * 4;
+  }
+  __device__ __forceinline__ void store(const uint32_t (&a)[4], int row16, int step) const {
+    const uint32_t to = address.at(row16, step);
+    ptx::store_shared(to, a[0]);
+    ptx::store_shared(to + 8 * Shape::kRowBytes, a[1]);
+    ptx::store_shared(to ^ 16, a[2]);
+    ptx::store_shared((to ^ 16) + 8 * Shape::kRowBytes, a[3]);
+  }
+#else
+  __device__ __forceinline__ FragmentStore(uint32_t tile, int row, int chunk, int lane)
+      : address(tile, row + lane % 16, chunk + lane / 16) {}
+  __device__ __forceinline__ void store(const uint32_t (&a)[4], int row16, int step) const {
+    ptx::stmatrix_x4(address.at(row16, step), a);
+  }
+#endif
 };
 
 }  // namespace attnscope
