@@ -49,8 +49,9 @@ BackwardWorkspace workspace_at(const BackwardParams& bp, const BackwardTile& til
 }
 
 template <class Config>
-cudaError_t launch(BackwardParams bp, cudaStream_t stream) {
+cudaError_t launch(const BackwardParams& params, cudaStream_t stream) {
   using Element = typename Config::Element;
+  BackwardParams bp = params;
   const ForwardParams& p = bp.forward;
   const auto blocks_of = [](int64_t rows, int64_t block) { return (rows + block - 1) / block; };
   const int64_t row_blocks = blocks_of(p.seqlen_q, kWorkRows) * p.batch;
