@@ -29,6 +29,13 @@ __device__ __forceinline__ int lane() {
   return lane;
 }
 
+// threadIdx.x, likewise.
+__device__ __forceinline__ int thread() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // Moves a warp-uniform value into a uniform register. Values computed from it (loop bounds,
 // descriptors) stay on the uniform datapath. PTX ISA 9.7.13.9, sm_80.
 __device__ __forceinline__ int uniform(int value) {

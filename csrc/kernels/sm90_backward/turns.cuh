@@ -36,7 +36,7 @@ struct Turns {
   __device__ __forceinline__ static void finish(const BackwardArguments& a, int part) {
     ptx::tma_store_wait<0>();
     ptx::fence_proxy_async_global();
-    ptx::red_release_add(a.tickets + part, 1);
+    ptx::release_add(a.tickets + part);
   }
 };
 
