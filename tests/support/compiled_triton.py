@@ -1,4 +1,4 @@
-"""Triton kernels compiled for an architecture without a GPU, and their machine code."""
+"""Triton kernels compiled for an architecture without a GPU, and their SASS."""
 
 from __future__ import annotations
 
