@@ -285,6 +285,20 @@ def test_categories_of_recorded_kernels() -> None:
 
 
 @pytest.mark.parametrize(
+    ("symbol", "name", "multiplies"),
+    [
+        ("dkdv_bf16_d64_dv64_full_left", "dkdv bf16 D64 full_left", True),
+        ("dq_fp16_d72_dv40_causal_or_right", "dq fp16 D72 Dv40 causal_or_right", True),
+        ("stats_bf16_dv64", "stats bf16 Dv64", False),
+    ],
+)
+def test_triton_backward_kernels(symbol: str, name: str, multiplies: bool) -> None:
+    symbol = f"attnscope_triton_backward_{symbol}"
+    assert short_name(symbol).replace("backward_", "") == f"attnscope triton {name}"
+    assert uses_tensor_cores(symbol) == multiplies
+
+
+@pytest.mark.parametrize(
     "pattern",
     [
         "attnscope::sm[0-9]+::forward_kernel", "^attnscope_triton_forward", "FlashAttnFwdSm90",

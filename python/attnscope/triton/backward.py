@@ -33,15 +33,19 @@ DQ_TILES = {
 }
 # dK and dV keep block_n keys and take block_m rows in a step.
 DKDV_TILES = {
-    16: Tile(64, 128, 4, 3),
+    16: Tile(64, 128, 8, 3),
     32: Tile(64, 128, 8, 3),
     64: Tile(64, 128, 8, 3),
     128: Tile(64, 128, 8, 3),
     256: Tile(32, 64, 8, 3),
 }
 # For cards that give a program about 100 KB of shared memory, not the 227 KB of sm_90 and sm_100.
-SMALL_DQ_TILES = DQ_TILES | {128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 8, 1)}
-SMALL_DKDV_TILES = DKDV_TILES | {128: Tile(32, 64, 4, 2), 256: Tile(32, 64, 8, 1)}
+SMALL_DQ_TILES = DQ_TILES | {128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 1)}
+SMALL_DKDV_TILES = DKDV_TILES | {
+    64: Tile(32, 128, 8, 3),
+    128: Tile(32, 64, 8, 2),
+    256: Tile(32, 32, 8, 1),
+}
 _PADDED_ROWS = STATS_BLOCK.value
 
 

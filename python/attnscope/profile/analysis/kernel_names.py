@@ -70,7 +70,7 @@ def _attnscope(symbol: str, match: re.Match[str]) -> str:
 
 def _attnscope_triton(symbol: str, match: re.Match[str]) -> str:
     op, dtype, dim, dim_v, mask = match.groups()
-    dims = f"D{dim}" if dim == dim_v else f"D{dim} Dv{dim_v}"
+    dims = f"D{dim}" if dim == dim_v else _words(dim and f"D{dim}", f"Dv{dim_v}")
     return _words("attnscope triton", op, dtype, dims, mask.strip("_"))
 
 
@@ -224,7 +224,7 @@ _FAMILIES: tuple[tuple[re.Pattern[str], Callable[[str, re.Match[str]], str]], ..
     (re.compile(pattern), shorten)
     for pattern, shorten in (
         (r"attnscope::(\w+)::(\w+)_kernel<attnscope::\w+::\w+<([\w:]+)((?:, \d+)*)", _attnscope),
-        (r"^attnscope_triton_(\w+?)_(bf16|fp16|fp32)_d(\d+)_dv(\d+)(\w*)", _attnscope_triton),
+        (r"^attnscope_triton_(\w+?)_(bf16|fp16|fp32)(?:_d(\d+))?_dv(\d+)(\w*)", _attnscope_triton),
         (r"FlashAttn(Fwd|Bwd)Sm\d+<flash::CollectiveMainloop", _fa3),
         (r"(\w+)::flash_(fwd|bwd)_(\w*?)_?kernel", _fa2),
         (r"flash_attncute\w*?FlashAttention(Forward|Backward)([A-Za-z]+\d*)_", _fa4),
@@ -279,7 +279,7 @@ _HELPERS = re.compile(
     r"combine|dot_do_o|convert_d|preprocess|postprocess|prepare|splitKreduce", re.IGNORECASE
 )
 _TENSOR_CORES = re.compile(
-    r"attnscope::\w+::(forward|backward|decode)|^attnscope_triton_"
+    r"attnscope::\w+::(forward|backward|decode)|^attnscope_triton_(?!backward_stats)"
     r"|FlashAttn(Fwd|Bwd)|FlashAttention(Forward|Backward)Sm|flash_(fwd|bwd)_"
     r"|^nvjet_|w?gmma|[hi]mma|(?<![a-z])dmma|tensor\d+x\d+x\d+|warpgroupsize|tensorop"
     r"|[shid](884|1688|16816|8816|16832|64x\d+x\d+)(?=gemm|fprop|dgrad|wgrad|_|$)"
