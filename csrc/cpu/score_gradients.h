@@ -28,7 +28,8 @@ Band band_of_keys(const Visible& visible, int64_t first_key) {
   return {first_key - visible.end + 1, first_key - visible.begin + 1};
 }
 
-// The band of a tile of queries, the first of which sees `visible`; columns are keys from `first_key` on.
+// The band of a tile of queries, the first of which sees `visible`. Columns are keys from
+// `first_key` on.
 Band band_of_queries(const Visible& visible, int64_t first_key) {
   return {visible.begin - first_key, visible.end - first_key};
 }

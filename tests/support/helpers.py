@@ -47,7 +47,8 @@ class Target:
     @property
     def forced(self) -> dict[str, int]:
         """Options that force the op to run this implementation."""
-        return {"variant": 80} if self.impl == "cuda-sm80" else {}
+        variant = {"cuda-sm80": 80, "cuda-sm90": 90}.get(self.impl or "")
+        return {} if variant is None else {"variant": variant}
 
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device).to(self.dtype)

@@ -90,13 +90,6 @@ def test_opcheck(name):
     torch.library.opcheck(TARGET.op, args, kwargs, test_utils=tests)
 
 
-def test_backward_says_that_there_is_none():
-    q, k, v = TARGET.qkv(1, 4, 4, 2, 2)
-    out, _ = TARGET(q.requires_grad_(), k, v)
-    with pytest.raises(NotImplementedError, match="has no backward yet"):
-        out.sum().backward()
-
-
 def test_float64_is_refused():
     q = torch.zeros(1, 4, 2, 64, dtype=torch.float64)
     with pytest.raises(
