@@ -292,7 +292,7 @@ def test_a_library_that_was_not_built_has_a_reason(empty_package):
     assert _load._load() == {"_C": "loaded", "_C_cuda": "not built: no nvcc"}
 
 
-def test_the_status_of_this_build_is_that_of_its_files():
+def test_the_status_of_this_build_matches_its_files():
     status = _load.library_status()
     assert status["_C"] == "loaded"
     if len(LIBRARIES) == 1:

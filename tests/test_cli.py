@@ -97,6 +97,12 @@ def test_errors_are_on_stderr_with_exit_code_2(arguments, message, tmp_path, mon
     assert done.stdout == "" and "Traceback" not in done.stderr
 
 
+def test_the_tile_of_a_call_is_shown_by_a_new_process():
+    done = run("kernels", "--head-dim", "64", "--seq-len", "512")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("sm90_forward, tile ")
+
+
 @pytest.mark.parametrize(("command", "code"), [("kernels", 2), ("env", 1)])
 def test_a_missing_library_is_one_line(command, code, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "attnscope._load", None)

@@ -103,7 +103,7 @@ def test_text_names_libraries_impls_tools_and_counters() -> None:
         assert part in output
 
 
-def test_something_broken_is_told_and_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_something_broken_is_printed_and_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["numpy>=99", "no-such-thing"])
     code, output = env()
     assert code == 1

@@ -1,7 +1,9 @@
 """Words that a CUDA engineer would not use, and what to write instead.
 
-The rule reads prose only: Markdown without its code, docstrings and comments. `python
-tools/word_list.py` counts what it would find in each folder, whether or not the rule covers it yet.
+The rule reads prose (Markdown without its code, docstrings, comments) and the code of Python and
+C++: strings and names, in which `_` and a capital separate words. Names in backquotes are free.
+`python tools/word_list.py` counts what it would find in each folder, whether or not the rule covers
+it yet.
 """
 
 import ast
@@ -19,6 +21,12 @@ COVERED = (
 )  # fmt: skip
 # Never covered: results of a program, and the list itself with its tests.
 EXCLUDED = ("docs/reports/h200", "tools/word_list.py", "tests/test_word_list.py")
+# Folders whose prose the rule covers, but not yet their code.
+PROSE_ONLY: tuple[str, ...] = (
+    "python/attnscope/bench", "python/attnscope/numerics.py", "python/attnscope/numerics",
+    "tests/bench", "tests/ops", "tests/kernels", "python/attnscope/studies/attention.py",
+    "python/attnscope/studies/ops/run.py",
+)  # fmt: skip
 # Path -> phrases that it may use, in lower case.
 EXEMPTIONS: dict[str, tuple[str, ...]] = {"docs/ops.md": ("as it is",)}
 
@@ -79,6 +87,17 @@ def cpp_prose(text: str) -> str:
     return "".join([*prose, blank(text[end:])])
 
 
+def docstring_lines(text: str) -> set[int]:
+    """The lines of a Python file that docstrings are on, from 0."""
+    lines: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if ast.get_docstring(node, clean=False) is not None:
+                first = node.body[0]
+                lines.update(range(first.lineno - 1, first.end_lineno or first.lineno))
+    return lines
+
+
 def python_prose(text: str) -> str:
     """The comments and docstrings of a Python file, on their lines; everything else is blank."""
     lines = text.splitlines()
@@ -86,13 +105,8 @@ def python_prose(text: str) -> str:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             prose[token.start[0] - 1] = token.string.lstrip("#")
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.body[0] if ast.get_docstring(node, clean=False) is not None else None
-            if first is not None:
-                last = first.end_lineno or first.lineno
-                for number in range(first.lineno - 1, last):
-                    prose[number] = lines[number].replace('"""', "   ")
+    for at in docstring_lines(text):
+        prose[at] = lines[at].replace('"""', "   ")
     return "\n".join(CODE_NAME.sub(lambda name: blank(name[0]), line) for line in prose)
 
 
@@ -100,14 +114,49 @@ PROSE = {".md": markdown_prose, ".py": python_prose}
 PROSE |= dict.fromkeys((".cu", ".cuh", ".cpp", ".h"), cpp_prose)
 
 
+def spell_out(code: str) -> str:
+    """Code with the words of its names apart, as many lines as before."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|_", " ", code)
+
+
+def cpp_code(text: str) -> str:
+    """The code of a C++ file without its comments."""
+    code = CPP_COMMENT.sub(lambda part: blank(part[0]) if part[0][0] == "/" else part[0], text)
+    return spell_out(code)
+
+
+def python_code(text: str) -> str:
+    """The names and strings of a Python file, on their lines, without docstrings and comments."""
+    documented = docstring_lines(text)
+    lines = [""] * len(text.splitlines())
+    strings = {tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        for at, line in enumerate(token.string.splitlines(), token.start[0] - 1):
+            if token.type == tokenize.NAME:
+                lines[at] += f" {spell_out(line)};"  # phrases end with a name
+            elif token.type in strings and at not in documented:
+                lines[at] += f" {line}"
+    return "\n".join(CODE_NAME.sub(lambda name: blank(name[0]), line) for line in lines)
+
+
+CODE = {".py": python_code, **dict.fromkeys((".cu", ".cuh", ".cpp", ".h"), cpp_code)}
+
+
 def is_below(path: Path, names: tuple[str, ...]) -> bool:
     return any(path.is_relative_to(name) for name in names)
 
 
 def find_words(root: Path, path: Path) -> Iterator[Finding]:
-    """What the list finds in the prose of one file."""
-    text = PROSE[path.suffix]((root / path).read_text())
-    matches = [*PHRASE.finditer(text), *SENTENCE.finditer(text)]
+    """What the list finds in one file: in its prose, then in its code."""
+    text = (root / path).read_text()
+    prose = PROSE[path.suffix](text)
+    yield from _findings(path, prose, [*PHRASE.finditer(prose), *SENTENCE.finditer(prose)])
+    if path.suffix in CODE and not is_below(path, PROSE_ONLY):
+        code = CODE[path.suffix](text)
+        yield from _findings(path, code, [*PHRASE.finditer(code)])
+
+
+def _findings(path: Path, text: str, matches: list[re.Match[str]]) -> Iterator[Finding]:
     for match in sorted(matches, key=lambda found: found.start(found.lastgroup or 0)):
         group = match.lastgroup or ""
         phrase = " ".join(match[group].split())
@@ -118,7 +167,7 @@ def find_words(root: Path, path: Path) -> Iterator[Finding]:
 
 
 def words(root: Path, files: list[Path]) -> Iterator[Finding]:
-    """House words in the prose of the files that the rule covers."""
+    """House words in the files that the rule covers."""
     for path in files:
         if path.suffix in PROSE and is_below(path, COVERED) and not is_below(path, EXCLUDED):
             yield from find_words(root, path)

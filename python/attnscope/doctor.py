@@ -78,10 +78,12 @@ def find_tool(name: str) -> Tool:
         done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.SubprocessError) as error:
         return Tool(name, path, missing=f"does not run ({error}); {remedy}")
-    said = done.stdout + done.stderr
-    found = re.search(r"(?:[Vv]ersion |\bV)(\d[\w.]*)", said) or re.search(r"(\d+\.[\d.]+)", said)
+    output = done.stdout + done.stderr
+    found = re.search(r"(?:[Vv]ersion |\bV)(\d[\w.]*)", output) or re.search(
+        r"(\d+\.[\d.]+)", output
+    )
     if done.returncode or found is None:
-        last = said.strip().splitlines()[-1:] or ["it said nothing"]
+        last = output.strip().splitlines()[-1:] or ["it printed nothing"]
         return Tool(name, path, missing=f"does not run ({last[0]}); {remedy}")
     return Tool(name, path, found[1])
 
@@ -124,9 +126,9 @@ def gpus() -> tuple[list[dict[str, Any]], list[str], list[str]]:
 
     driver = Path("/proc/driver/nvidia/version").exists()
     if torch.version.cuda is None:
-        told = f"this torch ({torch.__version__}) has no CUDA"
+        reason = f"this torch ({torch.__version__}) has no CUDA"
         remedy = "; to use the GPU, install a torch with CUDA" if driver else ""
-        return [], [], [f"no GPU: {told}{remedy}"]
+        return [], [], [f"no GPU: {reason}{remedy}"]
     if not torch.cuda.is_available():
         if not driver:
             return [], [], ["no GPU: no NVIDIA driver on this machine"]

@@ -189,6 +189,8 @@ def choose_forward(call: Call) -> dict[str, Any]:
     """
     import torch
 
+    from attnscope import _load  # noqa: F401  the op exists from here on
+
     options = call._asdict()
     options["window_left"], options["window_right"] = options.pop("window")
     try:

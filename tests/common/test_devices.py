@@ -22,7 +22,7 @@ from attnscope.common.hardware.devices import DEVICES, find_device
         ("NVIDIA B200", 148, 178.4, "B200", 2250.0, 8000),
     ],
 )
-def test_cards_are_told_apart(
+def test_cards_are_distinguished(
     name: str, sms: int, memory_gib: float, short: str, bf16: float, bandwidth: float
 ) -> None:
     device, reason = find_device(name, sms, memory_gib)

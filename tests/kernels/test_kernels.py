@@ -34,7 +34,7 @@ from attnscope.common.hardware.occupancy import sm_of_arch, theoretical_occupanc
         ("sm_90", 64, 160, 16384, 6, "registers"),
     ],
 )
-def test_occupancy_is_that_of_the_calculator(arch, registers, threads, shared, blocks, limiter):
+def test_occupancy_matches_nvidias_calculator(arch, registers, threads, shared, blocks, limiter):
     warps = blocks * -(-threads // 32)
     found = theoretical_occupancy(registers, threads, shared, sm_of_arch(arch))
     assert found == (warps, warps / 64, limiter)
@@ -104,7 +104,7 @@ def test_a_tile_shows_the_worst_of_its_instances_on_each_architecture():
     assert (hopper["warps_per_sm"], hopper["limiter"]) == (8, "registers")
 
 
-def test_tiles_of_one_head_dim_are_told_apart_by_their_rows():
+def test_tiles_of_one_head_dim_differ_by_their_rows():
     short, long = ({**TILE, "kernel": "sm90_forward", "block_m": rows} for rows in (128, 192))
     used = "attnscope::sm90::forward_kernel<attnscope::sm90::ForwardConfig<__half, 128, 192> >"
     missing, found = kernels.join([short, long], [usage(used, "sm_90a")])

@@ -60,7 +60,7 @@ def test_no_register_is_spilled(tile, element):
 
 
 @each_kernel
-def test_copies_are_done_by_the_copy_engine_and_registers_are_moved(tile, element):
+def test_tma_copies_and_registers_are_moved(tile, element):
     code = code_of(tile, element)
     assert "UTMALDG.4D" in code
     assert "USETMAXREG" in code

@@ -242,7 +242,7 @@ def test_replayed_kernels_belong_to_the_replay_and_it_is_said() -> None:
         row = operators(owners)[REPLAY]
         assert (row["calls"], row["kernels"]) == (3, 9)
         assert row["self_gpu_us"] == pytest.approx(owners.replayed_ns / 1e3)
-        assert "replays of CUDA graphs (the trace does not say which" in attribution_line(owners)
+        assert "replays of CUDA graphs (the trace does not show which" in attribution_line(owners)
     both = operators(recording("graph_both"))
     assert both["attnscope::forward"]["gpu_us"] == 0  # captured, never run eagerly
 

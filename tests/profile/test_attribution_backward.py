@@ -84,7 +84,7 @@ ACCUMULATE = [*engine("AccumulateGrad", 92, 99), *work_of(2, 94)]
 BACKWARD = [*FORWARD, *MUL, *ACCUMULATE]
 SECOND = {"Sequence number": 0}  # the first op that made a node on thread 9
 BACKWARDS: dict[str, tuple[list[dict], list[list[str]]]] = {
-    "as it is": (BACKWARD, [["step"]] * 2),
+    "unchanged": (BACKWARD, [["step"]] * 2),
     "python frames of a third thread": ([*BACKWARD, frame("wait", 0, 300, 3)], [["step"]] * 2),
     "a third thread has ops": (
         [*BACKWARD, op("pin", 0, 5, 3), op("pin", 95, 96, 3), op("pin", 300, 301, 3)],
@@ -167,7 +167,7 @@ def test_python_frames_of_other_threads_leave_a_recorded_backward_in_its_range(
     assert sum("backward" in [r.name for r in owners.ranges(k)] for k in kernels) == 102
 
 
-def test_arrows_tell_forward_threads_with_the_same_numbers_apart(tmp_path: Path) -> None:
+def test_arrows_distinguish_forward_threads_with_the_same_numbers(tmp_path: Path) -> None:
     events = []
     for thread in (1, 2):
         same = {"Sequence number": 0}
@@ -177,14 +177,14 @@ def test_arrows_tell_forward_threads_with_the_same_numbers_apart(tmp_path: Path)
         arrow = {"cat": "fwdbwd", "name": "fwdbwd", "id": thread, "pid": 1}
         events.append(arrow | {"ph": "s", "tid": thread, "ts": 0})
         events.append(arrow | {"ph": "f", "tid": 9, "ts": start})
-    told = made(tmp_path, *events)
-    back = [e for e in told.trace.cpu if e.name == "Back"]
-    assert [told.forward_op(e).name for e in back] == ["f1", "f2"]  # type: ignore[union-attr]
-    untold = made(tmp_path, *[e for e in events if e["cat"] != "fwdbwd"])
-    assert [untold.forward_op(e) for e in untold.trace.cpu if e.name == "Back"] == [None, None]
+    linked = made(tmp_path, *events)
+    back = [e for e in linked.trace.cpu if e.name == "Back"]
+    assert [linked.forward_op(e).name for e in back] == ["f1", "f2"]  # type: ignore[union-attr]
+    bare = made(tmp_path, *[e for e in events if e["cat"] != "fwdbwd"])
+    assert [bare.forward_op(e) for e in bare.trace.cpu if e.name == "Back"] == [None, None]
 
 
-def test_forward_threads_are_told_apart_by_their_sequence_numbers(tmp_path: Path) -> None:
+def test_sequence_numbers_distinguish_forward_threads(tmp_path: Path) -> None:
     events = []
     for thread in (1, 2):
         for number in range(3):

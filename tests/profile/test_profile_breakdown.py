@@ -105,7 +105,7 @@ def test_program_window(tmp_path: Path) -> None:
         program_window(empty.attribution(tmp_path).trace)
 
 
-def test_steps_are_of_one_thread(tmp_path: Path) -> None:
+def test_steps_belong_to_one_thread(tmp_path: Path) -> None:
     """A data loading thread has repeating ranges too, and more of them."""
     load = [named("load", 10 * at, 10 * at + 5, tid=2) for at in range(9)]
     work = [op("copy", 10 * at, 10 * at + 5, tid=2) for at in range(9)]

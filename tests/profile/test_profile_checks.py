@@ -266,7 +266,7 @@ def test_gpu_work_may_outlast_its_range_and_streams_overlap(tmp_path: Path) -> N
     check_tables(owners, *tables(owners).values())
 
 
-def test_a_range_that_reaches_out_of_the_one_around_it_may_have_more(tmp_path: Path) -> None:
+def test_a_range_that_outlasts_its_outer_range_may_have_more(tmp_path: Path) -> None:
     events = [named("a", 0, 100), named("b", 50, 150), op("x", 110, 120), launch(1, 111)]
     path = write_trace(tmp_path / "t.json", *events, kernel(1, 115, 125))
     stages = Profile.read(path).stages()

@@ -252,7 +252,7 @@ def test_a_trace_in_the_output_folder_is_kept(tmp_path: Path) -> None:
     before = path.read_bytes()
     code, out = run("--trace", str(path), "--output", str(tmp_path))
     assert code == 0, out
-    assert "trace.json is the trace that was read: it stays as it is" in " ".join(out.split())
+    assert "trace.json is the trace that was read: it stays unchanged" in " ".join(out.split())
     assert path.read_bytes() == before
     wrote = next(line for line in out.splitlines() if line.startswith("wrote "))
     assert "trace.json" not in wrote and "links.csv" in wrote

@@ -138,4 +138,4 @@ def test_what_is_missing_has_a_reason(tmp_path: Path) -> None:
 def test_a_property_that_the_trace_lacks_is_named(key: str) -> None:
     properties = {name: value for name, value in PROPERTIES.items() if name != key}
     said = filled_share(kernel(128, 32, 0), properties)
-    assert said == f"the trace does not say {key} of GPU 0"
+    assert said == f"the trace lacks {key} of GPU 0"

@@ -199,7 +199,7 @@ def test_training_step() -> None:
     assert counts.uncounted == []
 
 
-def test_graph_replays_and_lost_shapes_are_told() -> None:
+def test_graph_replays_and_lost_shapes_are_reported() -> None:
     for name, reason in (("graph", "replayed by a CUDA graph"), ("cold", "were not recorded")):
         attribution = recorded(name)
         counts = FlopCounts(attribution)
@@ -276,7 +276,7 @@ def test_rate_without_what_it_needs() -> None:
         ("c10::Float8_e5m2", "float8_e5m2", 1978.9),
     ],
 )
-def test_each_dtype_is_held_against_its_own_peak(recorded_as: str, dtype: str, peak: float) -> None:
+def test_each_dtype_has_its_own_peak(recorded_as: str, dtype: str, peak: float) -> None:
     name = "aten::_scaled_mm" if "Float8" in recorded_as else "aten::mm"
     one = work(op_event(name, (64, 64), (64, 64), dtype=recorded_as))
     assert one.dtype == dtype
@@ -319,7 +319,7 @@ def test_device_of_a_trace(tmp_path: Path) -> None:
         assert card is None and reason is not None and expected in reason
 
 
-def test_tf32_products_are_not_held_against_the_fp32_peak(tmp_path: Path) -> None:
+def test_tf32_products_are_not_compared_with_the_fp32_peak(tmp_path: Path) -> None:
     made = MadeTrace()
     made.op("aten::mm", 1, 10, [[64, 64], [64, 64]], dtype="float")
     made.kernel("sm80_xmma_gemm_f32f32_tf32f32_f32_nn_n_tensor16x8x8", 20, 5, launch=5)

@@ -91,7 +91,7 @@ OPS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
 
 @pytest.mark.timing
 @pytest.mark.parametrize("name", OPS)
-def test_time_of_an_op_is_that_of_its_kernels_and_of_cuda_events(name: str) -> None:
+def test_time_of_an_op_matches_its_kernels_and_cuda_events(name: str) -> None:
     call, op = OPS[name]
     q = randn(2, 8192, 16, 128)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

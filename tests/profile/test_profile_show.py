@@ -97,7 +97,7 @@ def test_a_card_that_is_not_known_has_a_rule_and_no_peak(
     found = gemm(tmp_path, 200, H200 | {"name": "NVIDIA H300"})
     found.print()
     out = capsys.readouterr().out
-    assert "FLOPs are counted as: 2 m n k." in out and "MFU is of" not in out
+    assert "FLOPs are counted as: 2 m n k." in out and "MFU is relative" not in out
     content, _, _ = files(found, tmp_path)
     assert content["dense_peaks"] is None
     assert "'NVIDIA H300': its peaks are not known" in content["dense_peaks_reason"]

@@ -229,7 +229,7 @@ def test_a_call_that_ends_after_its_op_by_another_clock_belongs_to_it(tmp_path: 
     assert trace.cpu[1].parent == 0
 
 
-def test_a_correlation_id_that_comes_again_is_that_of_the_last_call_before(tmp_path: Path) -> None:
+def test_a_repeated_correlation_id_names_the_last_call_before(tmp_path: Path) -> None:
     path = write_trace(
         tmp_path / "t.json", op("a", 0, 10), launch(1, 2), op("b", 50, 60), launch(1, 52),
         kernel(1, 5, 6), kernel(1, 70, 80), kernel(0, 90, 91),

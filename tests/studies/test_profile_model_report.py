@@ -277,7 +277,7 @@ def test_top_kernels_count_and_mean(document: Document) -> None:
     assert forward[0]["share %"] == pytest.approx(100 * 40 / 90)
 
 
-def test_categories_are_of_the_forward_pass_and_sum_to_100(document: Document) -> None:
+def test_categories_of_the_forward_pass_sum_to_100(document: Document) -> None:
     for row in section(document, "Kernel categories in the forward pass").rows:
         assert sum(v for k, v in row.items() if k.endswith("%")) == pytest.approx(100)
     row = section(document, "Kernel categories in the forward pass").rows[0]
@@ -305,7 +305,7 @@ def test_wall_clock_of_the_phases(document: Document) -> None:
     assert "step ms" not in rows[2]
 
 
-def test_what_tells_configurations_apart_stands_in_every_table(tmp_path: Path) -> None:
+def test_what_distinguishes_configurations_is_in_every_table(tmp_path: Path) -> None:
     first, second = record(tmp_path), record(tmp_path, scale=2.0) | {"precision": "fp32"}
     document = model_report([first, second], ENV)
     for part in document.sections:

@@ -87,7 +87,7 @@ def test_every_impl_is_causal_attention(impl: str) -> None:
     torch.testing.assert_close(attention_by(impl)(q, k, v).double(), truth, rtol=1e-4, atol=1e-4)
 
 
-def test_the_loss_is_that_of_its_parts() -> None:
+def test_the_loss_matches_its_parts() -> None:
     """Compare with the same model in functional form, with the same weights."""
     model = TransformerLM(TINY, "naive")
     tokens = torch.randint(TINY.vocabulary, (2, TINY.context + 1))

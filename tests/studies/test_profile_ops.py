@@ -148,7 +148,7 @@ def test_without_kinetos_table_the_figure_is_missing_with_the_reason() -> None:
     assert (row["kineto_us"], row["explanation"]) == (None, "it failed")
 
 
-def test_pytorchs_table_is_that_of_the_recorded_run() -> None:
+def test_pytorchs_table_comes_from_the_recorded_run() -> None:
     profile, averages = record_with_averages("mine", lambda: torch.ones(4, 4) @ torch.ones(4, 4))
     assert averages.rows is not None and "aten::mm" in {row["key"] for row in averages.rows}
     assert "aten::mm" in set(profile.operators()["name"])

@@ -70,7 +70,7 @@ def test_right_implementations_pass_and_wrong_ones_have_no_times(
         assert "wall_ms" not in record
 
 
-def test_the_bar_of_all_logits_is_below_that_of_a_row() -> None:
+def test_the_bar_of_all_logits_is_below_the_bar_of_a_row() -> None:
     torch.manual_seed(0)
     truth = torch.randn(2, 64, 128, dtype=torch.float64)
     usual = (truth + 0.02 * torch.randn_like(truth)).bfloat16()
@@ -213,7 +213,7 @@ def test_report_has_the_times_of_one_pass(records: list[Row], tmp_path: Path) ->
     assert "GPU time owned by ops" in text and "are in the JSON file" in text
 
 
-def test_top_ops_and_kernels_are_of_the_profile(records: list[Row]) -> None:
+def test_top_ops_and_kernels_come_from_the_profile(records: list[Row]) -> None:
     document = transformers_report(records[:1], {"settings": {}})
     sections = {section.title: section for section in document.sections}
     ops = sections["eager, forward + backward: ops"].rows

@@ -298,7 +298,7 @@ def test_floors_are_the_throughputs_of_the_sm():
     assert step_floors(marks.TILE) == {"tensor_cores": 2048, "exponentials": 1024}
 
 
-def test_the_analysis_is_json_and_its_shares_are_of_the_whole():
+def test_the_analysis_is_json_and_its_shares_add_up():
     summary = analyse(marks.recording([[5, 5], [3], [5]], consumers=3))
     json.dumps(summary, allow_nan=False)
     for role in ("scheduler", "producer", "queries", "consumer"):

@@ -23,10 +23,10 @@ def say(line: str, style: str | None = None, stderr: bool = False) -> None:
 
 def explain(error: BaseException) -> str:
     """An exception as one line: its type, its message, and where Python raised it."""
-    said = (str(error).strip() or "no message").splitlines()[0]
+    message = (str(error).strip() or "no message").splitlines()[0]
     kind = type(error).__name__
     if kind == "OutOfMemoryError":  # torch's; this package does not import torch for it
         kind = "out of memory"
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno})" if frames else ""
-    return f"{kind}: {said}{where}"
+    return f"{kind}: {message}{where}"

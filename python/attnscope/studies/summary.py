@@ -14,6 +14,7 @@ from attnscope.profile.trace.events import CpuEvent, GpuEvent
 from attnscope.studies.parts import CORE, OUTSIDE, PARTS, PHASES
 from attnscope.studies.records import Flops, Found, GpuWork, KernelTimes, PhaseTimes, Use
 
+NO_GPU = "no GPU: kernels are what a GPU runs"
 # Operations an element: maximum, subtract, exp, sum, divide; backward: multiply, sum, subtract,
 # multiply.
 SOFTMAX_OPS = {"aten::_softmax": 5, "aten::_softmax_backward_data": 4}

@@ -111,7 +111,7 @@ def _sm_efficiency(kernels: Sequence[GpuEvent], start: int, end: int) -> float |
     edges: list[tuple[int, float]] = []
     for kernel in kernels:
         if kernel.blocks_per_sm is None:
-            return "the trace does not say the kernels' blocks per SM"
+            return "the trace lacks the kernels' blocks per SM"
         blocks = kernel.blocks_per_sm
         edges += [(kernel.start, blocks), (kernel.end, -blocks)]
     edges.sort()
@@ -136,7 +136,7 @@ def kernel_occupancy(kernel: GpuEvent, device: Mapping[str, Any]) -> float | str
     if isinstance(theoretical, str):
         return theoretical
     if kernel.warps_per_sm is None:
-        return "the trace does not say the kernels' warps per SM"
+        return "the trace lacks the kernels' warps per SM"
     slots = device["maxThreadsPerMultiprocessor"] // device["warpSize"]
     return min(theoretical, kernel.warps_per_sm / slots)
 
@@ -148,9 +148,9 @@ def filled_share(kernel: GpuEvent, device: Mapping[str, Any]) -> float | str:
     that ran counts as at least one block per SM, even if the model gives none.
     """
     if not kernel.block or kernel.registers is None or kernel.shared_bytes is None:
-        return "the trace does not say the kernels' block, registers and shared memory"
+        return "the trace lacks the kernels' block, registers and shared memory"
     if lost := next((key for key in _PROPERTIES if key not in device), None):
-        return f"the trace does not say {lost} of GPU {kernel.device}"
+        return f"the trace lacks {lost} of GPU {kernel.device}"
     slots = device["maxThreadsPerMultiprocessor"] // device["warpSize"]
     threads = prod(kernel.block)
     try:

@@ -13,7 +13,7 @@ NO_WORK = "no op with a FLOP formula"
 OUT_OF_REACH = 1.25
 FAR_ABOVE = "FLOPs or time cannot be right"
 ABOVE = f"{FAR_ABOVE}, or the card ran above the clock that its peak is given for"
-CLOCK_ABOVE = f"{FAR_ABOVE}, or the clock that was read is not that of the region"
+CLOCK_ABOVE = f"{FAR_ABOVE}, or the clock that was read is not the region's"
 
 
 @dataclass(frozen=True)

@@ -42,15 +42,15 @@ class Audit:
         missing = self.sentinels.count(0)
         if not self.lost and not missing:
             return None
-        said = []
+        parts = []
         if self.lost:
             calls = Counter(event.name for event in self.lost).most_common(3)
             names = ", ".join(f"{count} {name}" for name, count in calls)
-            said.append(f"{len(self.lost)} of {self.launches} launches have no kernel ({names})")
+            parts.append(f"{len(self.lost)} of {self.launches} launches have no kernel ({names})")
         if missing:
-            said.append(f"no kernel of {missing} of the {len(self.sentinels)} sentinels is there")
+            parts.append(f"no kernel of {missing} of the {len(self.sentinels)} sentinels is there")
         return (
-            "; ".join(said) + ": events were lost, at an end of the window or because the "
+            "; ".join(parts) + ": events were lost, at an end of the window or because the "
             "profiler's buffers were full, or a launch failed. Profile fewer steps"
         )
 

@@ -26,7 +26,7 @@ def _chrome_trace(profile: Result, folder: Path) -> list[Path]:
     """The trace with our rows; a trace that was read from this folder is not changed."""
     path = folder / "trace.json"
     if path.exists() and path.samefile(profile.source):
-        say(f"{path} is the trace that was read: it stays as it is", "yellow")
+        say(f"{path} is the trace that was read: it stays unchanged", "yellow")
         return []
     write_chrome_trace(profile, path)
     return [path]

@@ -109,11 +109,11 @@ def _sections(profile: Result) -> Iterator[Section]:
     for name, kind in TABLES.items():
         table = profile.table(name)
         if kind.title and len(table):
-            section = SECTIONS.get(name, _as_it_is)
+            section = SECTIONS.get(name, _unchanged)
             yield section(kind.title, table, line, profile)
 
 
-def _as_it_is(title: str, table: pandas.DataFrame, line: str, profile: Result) -> Section:
+def _unchanged(title: str, table: pandas.DataFrame, line: str, profile: Result) -> Section:
     return Section(title, "", _rows(table, {n: n.replace("_", " ") for n in table.columns}))
 
 
@@ -145,7 +145,7 @@ def _kernels(title: str, table: pandas.DataFrame, line: str, profile: Result) ->
 
 
 def _copies(title: str, table: pandas.DataFrame, line: str, profile: Result) -> Section:
-    section = _as_it_is(title, table, line, profile)
+    section = _unchanged(title, table, line, profile)
     return replace(section, text="Copies and fills, which are in no other table.")
 
 

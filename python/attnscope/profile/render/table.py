@@ -65,13 +65,13 @@ def print_table(
     say("")
     say(title, "bold")
     out.print(shown)
-    said = [note] if note else []
+    notes = [note] if note else []
     if more := len(table) - top if len(table) > top else 0:
-        said.append(f"{more} more row{'s' if more > 1 else ''}")
+        notes.append(f"{more} more row{'s' if more > 1 else ''}")
     if left_out := [label for label, key, _ in columns if key not in widths]:
-        said.append(f"No room for: {', '.join(left_out)}")
-    if said:
-        say(plain(". ".join(said)) + ".", "dim")
+        notes.append(f"No room for: {', '.join(left_out)}")
+    if notes:
+        say(plain(". ".join(notes)) + ".", "dim")
     reasons = rows["flops_reason"] if "flops_reason" in rows else ()
     for reason in dict.fromkeys(r for r in reasons if isinstance(r, str) and r != NO_WORK):
         say(f"FLOPs: {reason}.", "dim")

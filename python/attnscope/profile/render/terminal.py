@@ -78,22 +78,22 @@ def heading(profile: Result) -> str:
     device = profile.device
     names = sorted({str(d.get("name")) for d in profile.trace.devices})
     unknown = "a GPU without a name" if profile.trace.gpu else "no GPU"
-    said = [device.name if device else ", ".join(names) or unknown]
+    facts = [device.name if device else ", ".join(names) or unknown]
     window = (profile.trace.end - profile.trace.start) / 1e3
-    said.append(f"window {duration(window)}")
+    facts.append(f"window {duration(window)}")
     if profile.trace.gpu:
-        said.append(f"GPU work in {duration(busy_ns(profile.trace.gpu) / 1e3)} of it")
+        facts.append(f"GPU work in {duration(busy_ns(profile.trace.gpu) / 1e3)} of it")
     if profile.sm_clock_mhz is not None:
-        said.append(f"SM clock {profile.sm_clock_mhz:.0f} MHz right after")
+        facts.append(f"SM clock {profile.sm_clock_mhz:.0f} MHz right after")
     if profile.wall_s is not None:
         wall = f"wall {duration(profile.wall_s * 1e6)} with the profiler"
         if profile.unprofiled_wall_s is not None:
             without = profile.unprofiled_wall_s
             ratio = f" ({profile.wall_s / without:.2f}x)" if without else ""
-            said.append(f"{wall}, {duration(without * 1e6)} without{ratio}")
+            facts.append(f"{wall}, {duration(without * 1e6)} without{ratio}")
         else:
-            said.append(f"{wall}; without: not measured ({profile.unprofiled_reason})")
-    return f"{profile.name}: " + "; ".join(said)
+            facts.append(f"{wall}; without: not measured ({profile.unprofiled_reason})")
+    return f"{profile.name}: " + "; ".join(facts)
 
 
 def attribution_line(attribution: Attribution) -> str:
@@ -101,16 +101,16 @@ def attribution_line(attribution: Attribution) -> str:
     if attribution.share is None:
         return NO_GPU_TIME
     total, replayed = attribution.total_ns, attribution.replayed_ns
-    said = f"{percent(attribution.share)} of {duration(total / 1e3)} GPU time owned"
+    line = f"{percent(attribution.share)} of {duration(total / 1e3)} GPU time owned"
     by_ops = attribution.owned_ns - replayed
     if not replayed:
-        said += " by ops"
+        line += " by ops"
     else:
-        said += f": {percent(by_ops / total)} by ops, " if by_ops else ": "
-        said += f"{percent(replayed / total)} by replays of CUDA graphs (the trace does not say "
-        said += "which op captured a kernel)"
+        line += f": {percent(by_ops / total)} by ops, " if by_ops else ": "
+        line += f"{percent(replayed / total)} by replays of CUDA graphs (the trace does not show "
+        line += "which op captured a kernel)"
     if not attribution.unowned:
-        return said
+        return line
     groups: Counter[tuple[str, str]] = Counter()
     times: Counter[tuple[str, str]] = Counter()
     for kernel in attribution.unowned:
@@ -124,7 +124,7 @@ def attribution_line(attribution: Attribution) -> str:
         for key, time in times.most_common(5)
     ]
     more = f"; and {len(times) - 5} more kinds" if len(times) > 5 else ""
-    return f"{said}; not owned: " + "; ".join(rest) + more
+    return f"{line}; not owned: " + "; ".join(rest) + more
 
 
 def _print_state(profile: Result) -> None:
@@ -132,9 +132,9 @@ def _print_state(profile: Result) -> None:
     if profile.incomplete:
         say(f"INCOMPLETE: {profile.incomplete}. Times below are too small.", "bold red")
     elif audit.launches:
-        said = f"complete: each of {audit.launches} launches has its work in the trace"
-        said += f"; {audit.captured} more were captured into a graph" if audit.captured else ""
-        say(said, "green")
+        line = f"complete: each of {audit.launches} launches has its work in the trace"
+        line += f"; {audit.captured} more were captured into a graph" if audit.captured else ""
+        say(line, "green")
     if audit.orphans:
         say(f"kernels without a launch call in the trace: {len(audit.orphans)}", "yellow")
     if wrong := profile.attribution.disagreements:

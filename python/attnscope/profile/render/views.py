@@ -57,10 +57,10 @@ def view_of(name: str, profile: Result, how: How) -> View | None:
     A table without its own view is shown unchanged.
     """
     table = profile.table(name)
-    return VIEWS.get(name, _as_it_is)(profile, table, how) if len(table) else None
+    return VIEWS.get(name, _unchanged)(profile, table, how) if len(table) else None
 
 
-def _as_it_is(profile: Result, table: pandas.DataFrame, how: How) -> View:
+def _unchanged(profile: Result, table: pandas.DataFrame, how: How) -> View:
     columns: list[Column] = []
     for name in table.columns:
         write: Callable[[object], str] = str
@@ -140,11 +140,13 @@ def speed_captions(profile: Result) -> list[str]:
     """How FLOPs were counted and which peak MFU refers to; empty if none were counted."""
     if not (rules := profile.flop_counts.rules()):
         return []
-    said = [f"FLOPs are counted as: {'; '.join(rules)}."]
+    lines = [f"FLOPs are counted as: {'; '.join(rules)}."]
     device, dtypes = profile.device, profile.flop_counts.dtypes()
     if device is not None and (peaks := peaks_text(device, dtypes)):
-        said.append(f"MFU is of the dense peak of {device.name}: {peaks} ({device.source}).")
-    return said
+        lines.append(
+            f"MFU is relative to the dense peak of {device.name}: {peaks} ({device.source})."
+        )
+    return lines
 
 
 # Columns

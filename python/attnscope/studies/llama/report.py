@@ -169,7 +169,7 @@ def _categories(records: Sequence[ProfiledAttempt]) -> Section:
         record.key | {f"{name} ms": ms for name, ms in bars[record.label].items()}
         for record in records
     ]
-    text = "GPU time by what the kernel's symbol says it is."
+    text = "GPU time by the kind that the kernel's symbol shows."
     figure = stacked_bars(bars, CATEGORY_COLOURS, "kernel time, ms a pass")
     return Section("Kernel categories", text, rows, figure)
 
@@ -192,8 +192,8 @@ def _details(record: ProfiledAttempt) -> Iterator[Section]:
         }
         for row in record.stages
     ]
-    said = f"Of all {PASSES} passes: {line}."
-    yield Section(f"{label}: stages", said, stages, hover={"range": "path"})
+    text = f"All {PASSES} passes: {line}."
+    yield Section(f"{label}: stages", text, stages, hover={"range": "path"})
     own = [row for row in record.operators if row["self_gpu_us"]]
     operators = [
         {

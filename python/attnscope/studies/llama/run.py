@@ -26,7 +26,7 @@ from attnscope.profile.render.document import rows_of
 from attnscope.profile.render.terminal import attribution_line
 from attnscope.studies.parts import ATTENTION, BACKWARD, CORE, EMBEDDING, FORWARD, LOSS, MLP
 from attnscope.studies.records import Row
-from attnscope.studies.summary import gpu_work
+from attnscope.studies.summary import NO_GPU, gpu_work
 
 EAGER = "eager"
 IMPLS = (EAGER, "sdpa", NAME)
@@ -36,7 +36,6 @@ PASSES = 5  # in one sample, and in the profiled region
 SAMPLES = 7
 # Limit of the logits' RMS error over eager's; another order of rounding stays below it.
 RMS_BAR = 1.25
-NO_GPU = "no GPU: kernels are what a GPU runs"
 SEED = 0
 
 

@@ -307,7 +307,7 @@ def why_no_backward(impl: Impl, work: Workload, device: torch.device) -> str | N
     except (NotImplementedError, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        said = str(error).splitlines()[0].partition(";")[0]
-        return f"{impl.name} has no backward: {said}"
+        message = str(error).splitlines()[0].partition(";")[0]
+        return f"{impl.name} has no backward: {message}"
     missing = [name for name, t in (("q", q), ("k", k), ("v", v)) if t.grad is None]
     return f"{impl.name} has no backward: no gradient reached {missing[0]}" if missing else None

@@ -180,7 +180,7 @@ def _categories(records: Sequence[ProfiledModel]) -> Section:
         rows.append(row | {f"{c} %": 100 * times[c] / times.total() for c in CATEGORIES})
         bars[record.label] = {c: 100 * times[c] / times.total() for c in CATEGORIES}
     text = (
-        "Kernel time inside the forward range, by what the kernel's symbol says it is. A fused "
+        "Kernel time inside the forward range, by the kind that the kernel's symbol shows. A fused "
         "attention kernel is attention: its matrix products and softmax are one kernel."
     )
     figure = stacked_bars(bars, CATEGORY_COLOURS, "% of the kernel time of the forward pass")

@@ -19,7 +19,7 @@ from attnscope.studies.isolation import run_apart
 from attnscope.studies.lm.model import ModelConfig, Training
 from attnscope.studies.lm.records import read_model
 from attnscope.studies.records import Row
-from attnscope.studies.summary import gpu_work
+from attnscope.studies.summary import NO_GPU, gpu_work
 
 if TYPE_CHECKING:
     from attnscope.common.results import Results
@@ -88,7 +88,7 @@ def measure(run: Run) -> Row:
 def _why_no_kernels(device_type: str) -> str | None:
     if tool := attached_tool():
         return f"runs under {tool[0]} ({tool[1]}): PyTorch's profiler stays off"
-    return None if device_type == "cuda" else "no GPU: kernels are what a GPU runs"
+    return None if device_type == "cuda" else NO_GPU
 
 
 def run_all(
