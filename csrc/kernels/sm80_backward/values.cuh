@@ -35,7 +35,7 @@ __device__ __forceinline__ void compute_probabilities(
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           const float score = s[m][8 * n + 2 * i + j];
-          x[j] = ptx::exp2_approx(fmaf(score, call.exponent_scale, -of_query[i / 2 * 2 + j]));
+          x[j] = ptx::exp2_approx(fmaf(score, call.scores.scale_log2, -of_query[i / 2 * 2 + j]));
           // tanh^2 is 1 where a mask left -inf.
           const float tanh = fmaxf(score * call.inverse_softcap, -1.0f);
           w[j] = kCapped ? x[j] * fmaf(-tanh, tanh, 1.0f) : x[j];
@@ -98,8 +98,7 @@ __device__ __forceinline__ void value_group(const BackwardParams& p, const Backw
     multiply_rows<Config>(s, shared_k, shared_q + stage * kTileBytes);
     const WarpPlace<Config> place;
     const int lane = place.lane;
-    const bool capped = call.scores.transform >= kCap;
-    if (capped) {
+    if (call.scores.transform != kNoTransform) {
       transform_scores(s[0], call.scores);
       transform_scores(s[1], call.scores);
     }
@@ -111,7 +110,7 @@ __device__ __forceinline__ void value_group(const BackwardParams& p, const Backw
     const float* lse = shared.lse[stage] + place.query + lane % 4 * 2;
     const FragmentStore<Scores, kBlockN> weights(shared_scores + step.parity * kScoreBytes,
                                                  place.key, place.query / 8, lane);
-    if (capped) {
+    if (call.scores.transform >= kCap) {
       compute_probabilities<true, Config>(probabilities, s, call, lse, weights);
     } else {
       compute_probabilities<false, Config>(probabilities, s, call, lse, weights);

@@ -26,7 +26,6 @@ struct BackwardCall {
   TileOrder order;  // of key blocks, over the batch and the key heads
   bool last_first;  // the last key block of a sequence comes first
   ScoreScales scores;
-  float exponent_scale;  // from scores, after softcap, to exponents of 2
   float inverse_softcap;
   BackwardWorkspace workspace;
 };
