@@ -72,8 +72,8 @@ __device__ __forceinline__ void load_gradients(const BackwardParams& p, const Ba
   ptx::cp_async_commit();
 }
 
-// The order in which key blocks add to a query block: that of the grid. `turn` counts the blocks
-// that have added.
+// Key blocks add to a query block in the order of the grid. `turn` counts the blocks that have
+// added.
 struct Turn {
   int* turn;
   int before;  // key blocks that add before this one

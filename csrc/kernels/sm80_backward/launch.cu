@@ -45,9 +45,8 @@ cudaError_t launch(const BackwardParams& params, cudaStream_t stream) {
         error != cudaSuccess) {
       return error;
     }
-    backward_kernel<Config>
-        <<<static_cast<unsigned>(plan.key_blocks), dim3(Config::kGroupThreads, 2), kSharedBytes,
-           stream>>>(p, plan.call);
+    backward_kernel<Config><<<static_cast<unsigned>(plan.key_blocks),
+                              dim3(Config::kGroupThreads, 2), kSharedBytes, stream>>>(p, plan.call);
   }
   if (row_blocks > 0) {
     postprocess_kernel<Element><<<row_blocks, kSideThreads, 0, stream>>>(p, plan.call.workspace);

@@ -21,9 +21,7 @@ struct BackwardPlan {
   int64_t key_blocks;    // thread blocks of the main kernel
   bool deterministic;
 
-  bool fits() const {
-    return row_blocks <= INT_MAX - clear_blocks && key_blocks <= INT_MAX;
-  }
+  bool fits() const { return row_blocks <= INT_MAX - clear_blocks && key_blocks <= INT_MAX; }
 };
 
 // Carves a workspace out of `memory`.

@@ -13,8 +13,8 @@
 
 namespace attnscope::sm80 {
 
-// Scores to P, in the order of A operands, and P times the derivative of softcap to `weights`:
-// that is P itself without softcap. `lse` is of the thread's first query.
+// Scores to P, in the order of A operands, and P times the derivative of softcap to `weights`.
+// `lse` points to the thread's first query.
 template <bool kCapped, class Config>
 __device__ __forceinline__ void compute_probabilities(
     uint32_t (&p)[2][Config::kQueries / 16][4], const float (&s)[2][Config::kQueries / 2],

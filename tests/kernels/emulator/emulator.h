@@ -1,10 +1,9 @@
-// Runs kernels on the CPU: each thread of a block is a coroutine, and warp instructions are executed
-// when all 32 lanes have reached them. Warps take turns in random order. Blocks run one after the
-// other, in order.
+// Runs kernels on the CPU: each thread of a block is a coroutine, and warp instructions are
+// executed when all 32 lanes have reached them. Warps take turns in random order. Blocks run one
+// after the other, in order.
 #pragma once
 
 #include <ucontext.h>
-
 
 #include <algorithm>
 #include <cfloat>
@@ -75,7 +74,7 @@ struct Thread {
   bool finished;
   const int* waits_for = nullptr;  // a generation, and its value while the thread waits
   int value = 0;
-  std::vector<Copy> copies;                // not committed
+  std::vector<Copy> copies;               // not committed
   std::vector<std::vector<Copy>> groups;  // committed
 };
 
@@ -208,9 +207,7 @@ inline void launch(int blocks, int x, int y, std::function<void()> body) {
 
 }  // namespace emulator
 
-inline void __syncthreads() {
-  emulator::barrier(0, static_cast<int>(emulator::threads.size()));
-}
+inline void __syncthreads() { emulator::barrier(0, static_cast<int>(emulator::threads.size())); }
 inline void __syncwarp() {
   static const char operation = 0;
   int none = 0;

@@ -27,10 +27,10 @@ struct Case {
 Case parse(const char* text) {
   Case c;
   const std::pair<const char*, int*> integers[] = {
-      {"B", &c.batch},       {"Hq", &c.heads_q},   {"Hkv", &c.heads_kv}, {"Sq", &c.seqlen_q},
-      {"Sk", &c.seqlen_k},   {"D", &c.head_dim},   {"Dv", &c.head_dim_v}, {"left", &c.left},
-      {"right", &c.right},   {"half", &c.half},    {"dlse", &c.dlse},    {"det", &c.deterministic},
-      {"row", &c.row},       {"packed", &c.packed}};
+      {"B", &c.batch},     {"Hq", &c.heads_q},   {"Hkv", &c.heads_kv},  {"Sq", &c.seqlen_q},
+      {"Sk", &c.seqlen_k}, {"D", &c.head_dim},   {"Dv", &c.head_dim_v}, {"left", &c.left},
+      {"right", &c.right}, {"half", &c.half},    {"dlse", &c.dlse},     {"det", &c.deterministic},
+      {"row", &c.row},     {"packed", &c.packed}};
   while (*text) {
     const char* equal = std::strchr(text, '=');
     const std::string name(text, equal);
@@ -89,9 +89,7 @@ struct Segments {
     }
     total = cu.back() + 5;
   }
-  int64_t begin(int batch) const {
-    return cu.empty() ? int64_t{batch} * max_length : cu[batch];
-  }
+  int64_t begin(int batch) const { return cu.empty() ? int64_t{batch} * max_length : cu[batch]; }
   int length(int batch) const {
     return cu.empty() ? max_length : std::min(cu[batch + 1] - cu[batch], max_length);
   }
@@ -124,7 +122,8 @@ void run_row(int row, const BackwardParams& p, const BackwardPlan& plan,
 
 using Gradient = std::vector<double>;
 
-// Largest error as a fraction of the largest gradient, of 0.01 at least; infinite where one is not finite.
+// Largest error as a fraction of the largest gradient, of 0.01 at least; infinite where one is not
+// finite.
 template <class Element>
 double error_of(const char* name, Tensor<Element>& got, const Gradient& want) {
   double error = 0, size = 0.01;
@@ -257,14 +256,14 @@ bool run(const Case& c) {
   const int row = c.row >= 0 ? c.row : backward_row(std::max(c.head_dim, c.head_dim_v), 232448);
   const BackwardTile& tile = kBackwardTiles[row];
   std::vector<char> workspace(backward_plan(p, tile).workspace_bytes + 256, char{-1});
-  p.workspace = reinterpret_cast<void*>(
-      (reinterpret_cast<uintptr_t>(workspace.data()) + 255) / 256 * 256);
+  p.workspace =
+      reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(workspace.data()) + 255) / 256 * 256);
   constexpr std::make_integer_sequence<int, kBackwardTileCount> kRows;
   run_row<Element>(row, p, backward_plan(p, tile), kRows);
 
   std::printf("tile %d %dx%d:", tile.head_dim, tile.block_m, tile.block_n);
-  const double worst = std::max({error_of("dq", dq, want_q), error_of("dk", dk, want_k),
-                                 error_of("dv", dv, want_v)});
+  const double worst = std::max(
+      {error_of("dq", dq, want_q), error_of("dk", dk, want_k), error_of("dv", dv, want_v)});
   std::printf("%s\n", worst <= 0.02 ? "" : " WRONG");
   std::fflush(stdout);
   return worst <= 0.02;

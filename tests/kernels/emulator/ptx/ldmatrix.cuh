@@ -18,8 +18,7 @@ void move_matrices(uint32_t shared, uint32_t* r) {
         for (int half = 0; half < 2; ++half) {
           int row = lane / 4, column = lane % 4 * 2 + half;
           if (kTranspose) std::swap(row, column);
-          char* at =
-              emulator::shared_at(lanes[matrix * 8 + row]->address, 16) + column * 2;
+          char* at = emulator::shared_at(lanes[matrix * 8 + row]->address, 16) + column * 2;
           char* own = reinterpret_cast<char*>(&lanes[lane]->r[matrix]) + half * 2;
           if (kStore) {
             std::memcpy(at, own, 2);
@@ -32,7 +31,9 @@ void move_matrices(uint32_t shared, uint32_t* r) {
   });
 }
 
-inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t shared) { move_matrices<false, false>(shared, r); }
+inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t shared) {
+  move_matrices<false, false>(shared, r);
+}
 inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t shared) {
   move_matrices<true, false>(shared, r);
 }
