@@ -88,7 +88,7 @@ def plan_launches(
     (*_, rows_q, heads_q, head_dim), (*_, rows_k, heads_kv, head_dim_v) = q.shape, v.shape
     batch, seqlen_q, seqlen_k = plan.lengths(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
     packed = cu_seqlens_q is not None
-    stats_rows = -(-rows_q // _PADDED_ROWS) * _PADDED_ROWS + packed * batch * _PADDED_ROWS
+    stats_rows = -(-rows_q // _PADDED_ROWS) * _PADDED_ROWS + (batch * _PADDED_ROWS if packed else 0)
     stats_size = heads_q * stats_rows * (1 if packed else batch)
 
     padded, padded_v = plan.padded_dims(head_dim, head_dim_v)
