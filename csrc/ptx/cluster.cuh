@@ -62,7 +62,8 @@ __device__ __forceinline__ void tma_multicast_4d(uint32_t shared, const void* ma
                                                  int z, int w) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7, %8;" ::"r"(shared),
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7, %8;" ::"r"(
+          shared),
       "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "h"(mask),
       "l"(static_cast<uint64_t>(policy))
       : "memory");

@@ -46,7 +46,8 @@ const char* unsupported_backward(const BackwardParams& params) {
     return "rows have a stride of zero";
   }
   const BackwardTile& t = kBackwardTiles[row];
-  if (query_places(p, t) > INT_MAX || key_tiles(p, t) > INT_MAX / kWideRanks) return "too many blocks of rows";
+  if (query_places(p, t) > INT_MAX || key_tiles(p, t) > INT_MAX / kWideRanks)
+    return "too many blocks of rows";
   return nullptr;
 }
 
@@ -57,11 +58,10 @@ const char* launch_backward(const BackwardParams& params, void* stream) {
   const DeviceFacts device = current_device();
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   static_assert(kBackwardTileCount == 4, "a row of the table has no launch");
-  const cudaError_t error = kBackwardTiles[backward_tile(p)].wide()
-                                ? launch_wide(params, device, cuda_stream)
-                            : p.dtype == DType::kBFloat16
-                                ? launch_row<__nv_bfloat16>(params, device, cuda_stream)
-                                : launch_row<__half>(params, device, cuda_stream);
+  const cudaError_t error =
+      kBackwardTiles[backward_tile(p)].wide() ? launch_wide(params, device, cuda_stream)
+      : p.dtype == DType::kBFloat16 ? launch_row<__nv_bfloat16>(params, device, cuda_stream)
+                                    : launch_row<__half>(params, device, cuda_stream);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 

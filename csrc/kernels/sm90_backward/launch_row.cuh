@@ -62,8 +62,8 @@ cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cuda
   const int64_t bytes =
       int64_t{p.seqlen_q} * a.group * (2 * (p.head_dim + p.head_dim_v) + 4 * Config::kHeadDim);
   const bool first_are_longest = p.window_right >= 0 && p.window_left < 0;
-  a.order = tile_order(ceil_div(p.seqlen_k, kTile.block_n), p.batch, p.heads_kv, p.heads_kv,
-                       bytes, first_are_longest);
+  a.order = tile_order(ceil_div(p.seqlen_k, kTile.block_n), p.batch, p.heads_kv, p.heads_kv, bytes,
+                       first_are_longest);
   const BackwardWorkspace w = backward_layout(params);
   char* workspace = static_cast<char*>(params.workspace);
   a.statistics = reinterpret_cast<float*>(workspace);
@@ -71,7 +71,8 @@ cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cuda
   a.tickets = params.deterministic ? reinterpret_cast<int*>(workspace + w.tickets) : nullptr;
   a.counter = reinterpret_cast<int*>(workspace + w.counter);
 
-  if (p.total_q > 0 && p.total_k > 0 && !encode_tensor_maps(a, Kernels::kKeyRows, Kernels::kQueryRows)) {
+  if (p.total_q > 0 && p.total_k > 0 &&
+      !encode_tensor_maps(a, Kernels::kKeyRows, Kernels::kQueryRows)) {
     return cudaErrorInvalidValue;
   }
   constexpr int kSharedBytes = Kernels::kSharedBytes;

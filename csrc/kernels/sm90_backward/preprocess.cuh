@@ -35,7 +35,7 @@ template <class Config>
 __global__ void __launch_bounds__(kPreprocessThreads)
     backward_preprocess_kernel(const __grid_constant__ BackwardArguments a) {
   using Element = typename Config::Element;
-  // Of a row; a power of two.
+  // The threads of a row, a power of two.
   constexpr int kLanes = Config::kHeadDim == 192 ? 32 : Config::kHeadDim / 8;
   constexpr int kRows = kPreprocessThreads / kLanes;
   constexpr int kPasses = Config::kBlockM / kRows;

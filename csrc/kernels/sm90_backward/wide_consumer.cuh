@@ -15,9 +15,9 @@ template <class Config>
 class WideConsumer : protected WideRole<Config> {
  protected:
   using Base = WideRole<Config>;
-  using typename Base::Element;
   using Base::a, Base::s, Base::rank, Base::block, Base::steps;
   using Base::kBlockM, Base::wait;
+  using typename Base::Element;
   using QuerySlot = Slot<Config::kStages>;
   using DoutSlot = Slot<Config::kDoutStages>;
 
@@ -78,8 +78,9 @@ class WideConsumer : protected WideRole<Config> {
 #pragma unroll
     for (int column = 0; column < Config::kColumnBlocks; ++column) {
       constexpr int kBlocks = Config::kColumnBlocks / Config::kSlices;
-      store_rows<Element>(d[column / kBlocks] + column % kBlocks * 32, factor, staging + warp * 2048, out + column * 64,
-                          stride.row, t.rows - first, dim - column * 64);
+      store_rows<Element>(d[column / kBlocks] + column % kBlocks * 32, factor,
+                          staging + warp * 2048, out + column * 64, stride.row, t.rows - first,
+                          dim - column * 64);
     }
   }
 };
@@ -264,8 +265,8 @@ class KeyConsumer : WideConsumer<Config> {
   __device__ __forceinline__ void pass_on(const Packed& ds, int i) const {
     const Slot<Config::kScoreStages> slot(i);
     wait(s.ds_empty[slot.stage], slot.parity ^ 1);
-    const uint32_t shared = ptx::shared_address(s.ds) +
-                            (slot.stage * Config::kRanks + rank) * Config::kScoreBytes;
+    const uint32_t shared =
+        ptx::shared_address(s.ds) + (slot.stage * Config::kRanks + rank) * Config::kScoreBytes;
     store_scores<Config>(shared, ds);
     ptx::fence_proxy_async();
     ptx::barrier_sync(kBarrier, 128);

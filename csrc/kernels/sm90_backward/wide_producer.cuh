@@ -27,8 +27,8 @@ __device__ __forceinline__ void produce_wide(const BackwardArguments& a, WideSha
                                 int head) {
 #pragma unroll
     for (int i = 0; i < Config::kColumnBlocks; ++i) {
-      const uint32_t to = shared_address(buffer) + i * Config::kColumnBytes +
-                          rank * kShare * Config::kRowBytes;
+      const uint32_t to =
+          shared_address(buffer) + i * Config::kColumnBytes + rank * kShare * Config::kRowBytes;
       const int head_at = head * tensor.head_step, batch_at = t.batch * tensor.batch_step;
       if constexpr (kRanks == 1) {
         ptx::tma_load_4d(to, &tensor.map, shared_address(&full), ptx::CachePolicy::kEvictLast,

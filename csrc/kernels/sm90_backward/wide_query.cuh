@@ -83,8 +83,8 @@ class QueryConsumer : WideRole<Config> {
 #pragma unroll
     for (int r = 0; r < kRanks; ++r) {
       const ptx::WgmmaDescriptor keys = Base::descriptor(kRanks == 1 || rank == r ? own : peer);
-      const ptx::WgmmaDescriptor ds = Base::descriptor(
-          ptx::shared_address(s.ds) + (stage * kRanks + r) * Config::kScoreBytes);
+      const ptx::WgmmaDescriptor ds =
+          Base::descriptor(ptx::shared_address(s.ds) + (stage * kRanks + r) * Config::kScoreBytes);
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
         ptx::WgmmaSharedNMajor<typename Config::Element, Config::kProductColumns>::mma(
@@ -103,15 +103,14 @@ class QueryConsumer : WideRole<Config> {
     if constexpr (Config::kGradientStages == 0) {
 #pragma unroll
       for (int i = 0; i < kGroups; ++i) {
-        ptx::red_add_v4(gradient + i / 8 * Config::kPartFloats + i % 8 * 128 + lane * 4,
-                        dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+        ptx::red_add_v4(gradient + i / 8 * Config::kPartFloats + i % 8 * 128 + lane * 4, dq[4 * i],
+                        dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
       }
     } else {
       static_assert(kGroups / 4 % Config::kGradientStages == 0, "each product starts at buffer 0");
 #pragma unroll
       for (int i = 0; i < kGroups; i += 4) {
-        const uint32_t staging =
-            ptx::shared_address(s.dq[warp][i / 4 % Config::kGradientStages]);
+        const uint32_t staging = ptx::shared_address(s.dq[warp][i / 4 % Config::kGradientStages]);
         ptx::tma_store_wait_read<Config::kGradientStages - 1>();
         __syncwarp();
 #pragma unroll
@@ -137,8 +136,7 @@ class QueryConsumer : WideRole<Config> {
     const ForwardParams& p = a.params.forward;
     const Window window{t.seqlen_k - t.seqlen_q, p.window_left, p.window_right};
     const int last_row = min((block + 1) * kBlockM, t.seqlen_q) - 1;
-    const int last_block =
-        (window.end_key(last_row, t.seqlen_k) - 1) / WideTileConfig::kBlockN;
+    const int last_block = (window.end_key(last_row, t.seqlen_k) - 1) / WideTileConfig::kBlockN;
     if (threadIdx.x % 32 == 0) {
       while (ptx::load_acquire(ticket(column)) != last_block - t.key_block) {
       }

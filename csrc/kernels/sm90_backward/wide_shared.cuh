@@ -41,9 +41,9 @@ struct WideConfig {
   static constexpr int kKeyRegisters = 208;
   static constexpr int kQueryRegisters = 72;
   static constexpr int kRowBytes = 128;  // one swizzled row of a 64-element column block
-  static constexpr int kColumnBytes = 64 * kRowBytes;      // of a column block of 64 rows
-  static constexpr int kTileBytes = 2 * 64 * kHeadDim;     // of K, V, Q or dO
-  static constexpr int kScoreBytes = 2 * 64 * 64;          // of a rank's dS
+  static constexpr int kColumnBytes = 64 * kRowBytes;       // of a column block of 64 rows
+  static constexpr int kTileBytes = 2 * 64 * kHeadDim;      // of K, V, Q or dO
+  static constexpr int kScoreBytes = 2 * 64 * 64;           // of a rank's dS
   static constexpr int kStatisticsBytes = 4 * 2 * kBlockM;  // lse_log2 and delta
   static constexpr bool kKeepsP = false;
   // dQ [64, kHeadDim] is computed in products of kProductColumns columns. Two ranks compute each
@@ -53,7 +53,7 @@ struct WideConfig {
   // fit into the registers of the launch, 128.
   static constexpr int kSlices = kHeadDim == 256 ? 2 : 1;
   static constexpr int kSliceColumns = kHeadDim / kSlices;
-  static constexpr int kPeerBlocks = kRanks == 1 ? 0 : 2;  // column blocks of the other rank's K
+  static constexpr int kPeerBlocks = kRanks == 1 ? 0 : 2;     // column blocks of the other rank's K
   static constexpr int kGradientFloats = kBlockM * kHeadDim;  // of dQ of a block
   static constexpr int kPartFloats = 64 * 64;                 // of a column block of it
 
@@ -85,25 +85,25 @@ struct WideShared {
   static constexpr int kStagedFloats = Config::kGradientStages == 0 ? 4 : 512;
   alignas(1024) Element k[kTileElements];
   alignas(1024) Element v[kTileElements];  // at the end: dK on the way out
-  // Of the other rank's K: the columns for this rank's part of dQ.
-  alignas(1024) Element peer_k[Config::kPeerBlocks * 64 * 64 + 8];
+  // The columns of the other rank's K for this rank's part of dQ.
+  alignas(1024) Element peer_k[Config::kRanks == 1 ? 8 : Config::kPeerBlocks * 64 * 64];
   alignas(1024) Element q[kQueryBuffers][kTileElements];
   alignas(1024) Element dout[kDoutBuffers][kTileElements];
   alignas(1024) Element ds[kScoreBuffers][Config::kRanks][64 * 64];  // dS [queries, a rank's keys]
   alignas(1024) uint4 weights[4][128];  // P, or with softcap P (1 - tanh^2); at the end: dV
-  alignas(128) float dq[4][kStagings][kStagedFloats];  // of each warp, on its way out
+  alignas(128) float dq[4][kStagings][kStagedFloats];                // of each warp, on its way out
   alignas(128) float statistics[kQueryBuffers][2][Config::kBlockM];  // lse_log2, delta
   KeyTile tile;
-  int index;              // of the tile; deterministic calls
-  uint64_t k_full;        // K and peer_k
+  int index;        // of the tile; deterministic calls
+  uint64_t k_full;  // K and peer_k
   uint64_t v_full;
-  uint64_t q_full[kQueryBuffers];  // Q and statistics
-  uint64_t q_empty[kQueryBuffers];     // *
+  uint64_t q_full[kQueryBuffers];   // Q and statistics
+  uint64_t q_empty[kQueryBuffers];  // *
   uint64_t dout_full[kDoutBuffers];
-  uint64_t dout_empty[kDoutBuffers];   // *
+  uint64_t dout_empty[kDoutBuffers];  // *
   uint64_t weights_full, weights_empty;
-  uint64_t ds_full[kScoreBuffers];     // dS of all ranks
-  uint64_t ds_empty[kScoreBuffers];    // *
+  uint64_t ds_full[kScoreBuffers];   // dS of all ranks
+  uint64_t ds_empty[kScoreBuffers];  // *
 };
 
 // What the three consumers do alike.
@@ -129,9 +129,7 @@ class WideRole {
     if (block == end) block = begin;
   }
   // Keys of rank `r`.
-  __device__ __forceinline__ int rows(int r) const {
-    return min(max(s.tile.rows - 64 * r, 0), 64);
-  }
+  __device__ __forceinline__ int rows(int r) const { return min(max(s.tile.rows - 64 * r, 0), 64); }
   __device__ __forceinline__ bool is_boundary() const {
     return block < full_begin || block >= full_end;
   }
