@@ -16,9 +16,9 @@ struct DeviceFacts {
   int sms;
 };
 
-// The current device. Only the first call queries its attributes. Makes the device's context current
-// in a thread that has not used CUDA yet, as autograd's may not: the encoder of tensor maps, a
-// driver function, needs one.
+// The current device. Only the first call queries its attributes. Makes the device's context
+// current in a thread that has not used CUDA yet, as autograd's may not: the encoder of tensor
+// maps, a driver function, needs one.
 inline DeviceFacts current_device() {
   static std::atomic<int> known[kMaxDevices];  // 0: not yet; otherwise major << 16 | sms
   int device = -1;

@@ -11,20 +11,31 @@ namespace attnscope::sm90 {
 struct BackwardTile {
   int head_dim;  // rounded up; TMA fills smaller head dims with zeros
   int block_m;   // query rows of one step
-  int block_n;   // keys, 64 a consumer warpgroup
+  int block_n;   // keys, 64 a consumer warpgroup; wide: 64 a thread block
   int stages;    // buffers for Q, and as many for dO
   bool keeps_p;  // P in fp32 until dS; otherwise dS takes P as rounded for dV, without softcap
   const char* reason;
 
+  // Head dims that wide.cuh serves, by clusters of thread blocks.
+  constexpr bool wide() const { return head_dim > 128; }
   constexpr int consumers() const { return block_n / 64; }
-  constexpr int threads() const { return 128 * (consumers() + 1); }
+  constexpr int threads() const { return 128 * (wide() ? 4 : consumers() + 1); }
+  // For each block of queries, of a deterministic call.
+  constexpr int tickets() const { return wide() ? 4 * (head_dim / 64) : consumers(); }
 };
+
+// Thread blocks of a cluster of wide.cuh.
+inline constexpr int kWideRanks = 2;
 
 // Deliberately not `inline`, see kForwardTiles.
 constexpr BackwardTile kBackwardTiles[] = {
     {64, 128, 128, 2, false,
      "fewest reads of shared memory; S, dP, dK, dV take 192 registers, so P in fp32 would spill"},
     {128, 64, 128, 3, true, "dK and dV take 128 registers, which leaves room for 64 rows"},
+    {192, 64, 64 * kWideRanks, 2, false, "as head dim 256"},
+    {256, 64, 64 * kWideRanks, 2, false,
+     "S, dP in separate warpgroups read the fewest bytes of shared memory; two thread blocks share "
+     "Q, dO and dQ"},
 };
 inline constexpr int kBackwardTileCount = sizeof(kBackwardTiles) / sizeof(kBackwardTiles[0]);
 
@@ -32,7 +43,7 @@ inline constexpr int kBackwardTileCount = sizeof(kBackwardTiles) / sizeof(kBackw
 constexpr int backward_tile(int head_dim, bool softcap) {
   for (int i = 0; i < kBackwardTileCount; ++i) {
     const BackwardTile& t = kBackwardTiles[i];
-    if (head_dim <= t.head_dim && (t.keeps_p || !softcap)) return i;
+    if (head_dim <= t.head_dim && (t.keeps_p || t.wide() || !softcap)) return i;
   }
   return -1;
 }
@@ -65,7 +76,7 @@ inline BackwardWorkspace backward_layout(const BackwardParams& params) {
   BackwardWorkspace w{};
   w.gradient = aligned(blocks * t.block_m * 2 * 4);
   w.tickets = w.gradient + aligned(blocks * t.block_m * t.head_dim * 4);
-  w.counter = w.tickets + aligned(params.deterministic ? blocks * t.consumers() * 4 : 0);
+  w.counter = w.tickets + aligned(params.deterministic ? blocks * t.tickets() * 4 : 0);
   w.bytes = w.counter + 256;
   return w;
 }

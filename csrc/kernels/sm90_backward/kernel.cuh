@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
   ptx::launch_dependents();
   if (a.tickets != nullptr) ptx::await_kernel_before();
-  if (threadIdx.x / 32 == 0) describe_tile<Config>(a, s.tile);
+  if (threadIdx.x / 32 == 0) describe_tile<Config>(a, take_tile(a), s.tile);
   if (threadIdx.x == 32) {
     constexpr int kWarps = 4 * Config::kConsumers;
     ptx::mbarrier_init(shared_address(&s.k_full), 1);

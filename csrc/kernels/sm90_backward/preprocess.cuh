@@ -36,7 +36,8 @@ template <class Config>
 __global__ void __launch_bounds__(kPreprocessThreads)
     backward_preprocess_kernel(const __grid_constant__ BackwardArguments a) {
   using Element = typename Config::Element;
-  constexpr int kLanes = Config::kHeadDim / 8;  // of a row
+  // The threads of a row, a power of two.
+  constexpr int kLanes = Config::kHeadDim == 192 ? 32 : Config::kHeadDim / 8;
   constexpr int kRows = kPreprocessThreads / kLanes;
   constexpr int kPasses = Config::kBlockM / kRows;
   const ForwardParams& p = a.params.forward;
@@ -61,8 +62,8 @@ __global__ void __launch_bounds__(kPreprocessThreads)
   for (int i = 0; i < Config::kGradientFloats / 4 / kPreprocessThreads; ++i) {
     gradient[i * kPreprocessThreads + thread] = float4{};
   }
-  if (a.tickets != nullptr && thread < Config::kConsumers) {
-    a.tickets[int64_t{place} * Config::kConsumers + thread] = 0;
+  if (a.tickets != nullptr && thread < Config::kTickets) {
+    a.tickets[int64_t{place} * Config::kTickets + thread] = 0;
   }
 
   const int column = thread % kLanes * 8;

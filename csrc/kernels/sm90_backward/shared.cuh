@@ -26,6 +26,7 @@ struct BackwardConfig {
   static constexpr int kStages = kTile.stages;
   static constexpr int kConsumers = kTile.consumers();
   static constexpr int kThreads = kTile.threads();
+  static constexpr int kTickets = kTile.tickets();  // of a block of queries
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = 240;
   static constexpr int kRowBytes = 128;  // one swizzled row of a 64-element column block

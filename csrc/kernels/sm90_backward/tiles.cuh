@@ -31,16 +31,22 @@ __device__ __forceinline__ void find_tile(const BackwardArguments& a, int index,
   }
 }
 
-// Fills in the tile: one lane for each consumer's blocks, one for the rest. Warp-converged.
-template <class Config>
-__device__ __forceinline__ void describe_tile(const BackwardArguments& a, KeyTile& t) {
-  const ForwardParams& p = a.params.forward;
-  const int lane = ptx::lane();
+// The number of this thread block's tile. Warp-converged.
+__device__ __forceinline__ int take_tile(const BackwardArguments& a) {
   int index = blockIdx.x;
   if (a.tickets != nullptr) {
-    if (lane == 0) index = ptx::atomic_add(a.counter, 1);
+    if (ptx::lane() == 0) index = ptx::atomic_add(a.counter, 1);
     index = __shfl_sync(0xffffffffu, index, 0);
   }
+  return index;
+}
+
+// Describes tile number `index`: one lane for each consumer's blocks, one for the rest.
+// Warp-converged.
+template <class Config>
+__device__ __forceinline__ void describe_tile(const BackwardArguments& a, int index, KeyTile& t) {
+  const ForwardParams& p = a.params.forward;
+  const int lane = ptx::lane();
   int head_kv, sequence, key_block;
   find_tile<Config>(a, index, head_kv, sequence, key_block);
   const Segment seg_q = segment(p.cu_seqlens_q, p.total_q, p.seqlen_q, sequence);
