@@ -76,7 +76,7 @@ struct WideShared {
   static constexpr int kTileElements = 64 * Config::kHeadDim;
   static constexpr int kQueryBuffers = Config::kStages, kDoutBuffers = Config::kDoutStages;
   static constexpr int kScoreBuffers = Config::kScoreStages;
-  static constexpr int kStagedFloats = Config::kGradientStages == 0 ? 4 : 512;
+  static constexpr int kStagedFloats = 512;
   alignas(1024) Element k[kTileElements];
   alignas(1024) Element v[kTileElements];  // at the end: dK on the way out
   // The columns of the other rank's K for this rank's part of dQ.
