@@ -142,7 +142,7 @@ class QueryConsumer : WideRole<Config> {
     ptx::fence_proxy_async_global();
     __threadfence();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::red_release_add(ticket(column), 1);
+    if (threadIdx.x % 32 == 0) ptx::release_add(ticket(column));
   }
   __device__ __forceinline__ int* ticket(int column) const {
     return a.tickets + (int64_t{place} * kColumnBlocks + column) * 4 + threadIdx.x / 32 % 4;
