@@ -58,18 +58,10 @@ __device__ __forceinline__ void tma_store_5d(const void* map, uint32_t shared, i
 // Adds contiguous floats of shared memory to global memory; addresses and `bytes` are multiples of
 // 16. Each addition is atomic.
 __device__ __forceinline__ void bulk_add(float* global, uint32_t shared, int bytes) {
-#ifdef ATTNSCOPE_HINT
-  asm volatile(
-      "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32 [%0], [%1], %2, "
-      "%3;" ::"l"(global),
-      "r"(shared), "r"(bytes), "l"(static_cast<uint64_t>(CachePolicy::kEvictLast))
-      : "memory");
-#else
   asm volatile(
       "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
       "r"(shared), "r"(bytes)
       : "memory");
-#endif
 }
 
 __device__ __forceinline__ void tma_store_commit() {

@@ -6,28 +6,14 @@
 
 #include "attn/params.h"
 
-#ifndef ATTNSCOPE_STAGES64
-#define ATTNSCOPE_STAGES64 2
-#endif
-#ifndef ATTNSCOPE_STAGES128
-#define ATTNSCOPE_STAGES128 3
-#endif
-#ifndef ATTNSCOPE_DQ64
-#define ATTNSCOPE_DQ64 1
-#endif
-#ifndef ATTNSCOPE_DQ128
-#define ATTNSCOPE_DQ128 1
-#endif
-
 namespace attnscope::sm90 {
 
 struct BackwardTile {
-  int head_dim;   // rounded up; TMA fills smaller head dims with zeros
-  int block_m;    // query rows of one step
-  int block_n;    // keys, 64 a consumer warpgroup
-  int stages;     // buffers for Q, and as many for dO
-  int dq_stages;  // buffers for a consumer's part of dQ on its way out
-  bool keeps_p;   // P in fp32 until dS; otherwise dS takes P as rounded for dV, without softcap
+  int head_dim;  // rounded up; TMA fills smaller head dims with zeros
+  int block_m;   // query rows of one step
+  int block_n;   // keys, 64 a consumer warpgroup
+  int stages;    // buffers for Q, and as many for dO
+  bool keeps_p;  // P in fp32 until dS; otherwise dS takes P as rounded for dV, without softcap
   const char* reason;
 
   constexpr int consumers() const { return block_n / 64; }
@@ -36,10 +22,9 @@ struct BackwardTile {
 
 // Deliberately not `inline`, see kForwardTiles.
 constexpr BackwardTile kBackwardTiles[] = {
-    {64, 128, 128, ATTNSCOPE_STAGES64, ATTNSCOPE_DQ64, false,
+    {64, 128, 128, 2, false,
      "fewest reads of shared memory; S, dP, dK, dV take 192 registers, so P in fp32 would spill"},
-    {128, 64, 128, ATTNSCOPE_STAGES128, ATTNSCOPE_DQ128, true,
-     "dK and dV take 128 registers, which leaves room for 64 rows"},
+    {128, 64, 128, 3, true, "dK and dV take 128 registers, which leaves room for 64 rows"},
 };
 inline constexpr int kBackwardTileCount = sizeof(kBackwardTiles) / sizeof(kBackwardTiles[0]);
 

@@ -9,13 +9,6 @@
 
 namespace attnscope::sm90 {
 
-// dQ of a block is computed one step late, beside the probabilities of the next block.
-#ifdef ATTNSCOPE_BACKWARD_IN_ORDER
-constexpr bool kLateQueryGradient = false;
-#else
-constexpr bool kLateQueryGradient = true;
-#endif
-
 // One warpgroup. Step number i works on one block of queries of one head; it uses buffer i of the
 // ring, and buffer i modulo 2 for dS.
 //
@@ -34,11 +27,6 @@ class BackwardConsumer {
     full_begin = ptx::uniform(t.consumer[consumer].full_begin);
     full_end = ptx::uniform(t.consumer[consumer].full_end);
     block = begin;
-#ifdef ATTNSCOPE_SELF
-    const int first_head = ptx::uniform(t.head_kv) * a.group;
-    place = first_head * a.query_blocks + ptx::uniform(t.first_block) + begin;
-    before = begin;
-#endif
     const int seqlen_q = ptx::uniform(t.seqlen_q);
     ragged_block = a.packed && seqlen_q % kBlockM != 0 ? seqlen_q / kBlockM : -1;
     const int steps = max(end - begin, 0) * a.group;
@@ -46,11 +34,7 @@ class BackwardConsumer {
     for (int i = 0; i < Config::kHeadDim / 2; ++i) dk[i] = dv[i] = 0.0f;
     if (steps > 0) {
       prepare_keys();
-      if constexpr (kLateQueryGradient) {
-        run_late(steps);
-      } else {
-        run_in_order(steps);
-      }
+      run_steps(steps);
       ptx::wgmma_wait<0>();
       ptx::pin_registers(dk);
       ptx::pin_registers(dv);
@@ -64,42 +48,10 @@ class BackwardConsumer {
   using Scores = float[kBlockM / 2];
   using Packed = uint32_t[kBlockM / 4];
 
-  // All products of a step, one after the other; only dP and dV overlap with arithmetic.
-  __device__ __forceinline__ void run_in_order(int steps) {
-#pragma unroll 1
-    for (int i = 0; i < steps; ++i) {
-      const Ring slot(i);
-      Scores p, dp;
-      Packed packed_p, packed_ds;
-      float dq[32];
-      await_queries(slot);
-      issue_scores<Config>(p, keys(s.k), queries(s.q, slot));
-      await_dout(slot, i == 0);
-      issue_scores<Config>(dp, keys(s.v), queries(s.dout, slot));
-      ptx::wgmma_wait<1>();
-      ptx::pin_registers(p);
-      probabilities(slot, p, packed_p);
-      issue_key_gradient<Config>(dv, packed_p, queries(s.dout, slot));
-      ptx::wgmma_wait<1>();
-      ptx::pin_registers(dp);
-      score_gradients(slot, i, p, packed_p, dp, packed_ds);
-      issue_key_gradient<Config>(dk, packed_ds, queries(s.q, slot));
-      await_scores(i);
-      issue_query_gradient<Config>(dq, scores(i), key_columns());
-      ptx::wgmma_wait<1>();
-      release(s.empty[slot.stage]);
-      ptx::wgmma_wait<0>();
-      ptx::pin_registers(dq);
-      stage_query_gradient(dq, i);
-      advance_block();
-    }
-    finish_query_gradient(steps - 1);
-  }
-
   // dQ(i) runs beside the exponentials of step i + 1, dV(i) beside dS(i). In flight, in the order
   // of issue: dP(i), dV(i), dK(i), S(i + 1), dQ(i). Each turn of the loop begins with only dQ in
   // flight: the compiler serialises products whose A operand in registers lives across turns.
-  __device__ __forceinline__ void run_late(int steps) {
+  __device__ __forceinline__ void run_steps(int steps) {
     Scores p;
     float dq[32];
     await_queries(Ring(0));
@@ -138,7 +90,8 @@ class BackwardConsumer {
     ptx::wgmma_wait<0>();
     ptx::pin_registers(dq);
     stage_query_gradient(dq, steps - 1);
-    finish_query_gradient(steps - 1);
+    ptx::fence_proxy_async();
+    pass_query_gradient(steps - 1);
   }
 
   // K, and V before its first use. Rows past the end of a packed sequence are the next one's: they
@@ -204,66 +157,28 @@ class BackwardConsumer {
     store_scores<Config>(ptx::shared_address(s.ds[i & 1][consumer]), packed);
     ptx::fence_proxy_async();
     release(s.ds_full[i & 1]);
-#ifndef ATTNSCOPE_FENCE_TWICE
     pass_query_gradient(i - 1);
-#endif
   }
 
   __device__ __forceinline__ void await_scores(int i) const { wait(s.ds_full[i & 1], i >> 1 & 1); }
 
   // Puts this consumer's part of dQ(i) into shared memory: 4 KB a warp, see kernel.cuh.
   __device__ __forceinline__ void stage_query_gradient(const float (&dq)[32], int i) {
-    const Slot<Config::kGradientStages> slot(i);
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-#ifdef ATTNSCOPE_SELF
-    ptx::tma_store_wait_read<Config::kGradientStages - 1>();
-    __syncwarp();
-#else
-    wait(s.dq_empty[consumer][slot.stage], slot.parity ^ 1);
-#endif
-    const uint32_t address =
-        ptx::shared_address(s.dq[consumer][slot.stage]) + warp * 4096 + lane * 16;
+    wait(s.dq_empty[consumer], i & 1 ^ 1);
+    const uint32_t address = ptx::shared_address(s.dq[consumer]) + warp * 4096 + lane * 16;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       ptx::store_shared_v4(address + j * 512, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2],
                            dq[4 * j + 3]);
     }
-#ifdef ATTNSCOPE_FENCE_TWICE
-    ptx::fence_proxy_async();
-    pass_query_gradient(i);
-#endif
   }
 
-  // Passes dQ(i) to the writer, after a proxy fence.
+  // Passes dQ(i), if there is one, to the writer. After a proxy fence.
   __device__ __forceinline__ void pass_query_gradient(int i) {
-    const Slot<Config::kGradientStages> slot(max(i, 0));
     __syncwarp();
-#ifdef ATTNSCOPE_SELF
-    if (i >= 0) {
-      const int warp = threadIdx.x / 32 % 4;
-      if (threadIdx.x % 32 == 0) {
-        float* gradient = a.gradient + int64_t{place} * Config::kGradientFloats +
-                          consumer * Config::kPartFloats + warp * 1024;
-        ptx::bulk_add(gradient, ptx::shared_address(s.dq[consumer][slot.stage]) + warp * 4096,
-                      4096);
-        ptx::tma_store_commit();
-      }
-      advance_place();
-    }
-#else
-    ptx::mbarrier_arrive_if(ptx::shared_address(&s.dq_full[consumer][slot.stage]),
+    ptx::mbarrier_arrive_if(ptx::shared_address(&s.dq_full[consumer]),
                             threadIdx.x % 32 == 0 && i >= 0);
-#endif
-  }
-
-  __device__ __forceinline__ void finish_query_gradient(int last) {
-#ifndef ATTNSCOPE_FENCE_TWICE
-    ptx::fence_proxy_async();
-    pass_query_gradient(last);
-#endif
-#ifdef ATTNSCOPE_SELF
-    ptx::tma_store_wait_read<0>();
-#endif
   }
 
   __device__ __forceinline__ bool is_boundary() const {
@@ -273,17 +188,6 @@ class BackwardConsumer {
     ++block;
     if (block == end) block = begin;
   }
-#ifdef ATTNSCOPE_SELF
-  // Moves on to the place of block `block`, perhaps of the next head.
-  __device__ __forceinline__ void advance_place() {
-    if (++before == end) {
-      before = begin;
-      place += a.query_blocks - (end - 1 - begin);
-    } else {
-      ++place;
-    }
-  }
-#endif
   __device__ __forceinline__ int ragged_rows() const { return s.tile.seqlen_q % kBlockM; }
 
   __device__ __forceinline__ static void wait(uint64_t& barrier, int parity) {
@@ -326,10 +230,6 @@ class BackwardConsumer {
   int begin, end, full_begin, full_end;  // blocks of queries, see KeyTile
   int block;                             // of the step
   int ragged_block;  // packed: the block with rows past the end of the sequence; -1: none
-#ifdef ATTNSCOPE_SELF
-  int place;  // of the next dQ: its block among those of all heads
-  int before;
-#endif
 };
 
 }  // namespace attnscope::sm90

@@ -41,10 +41,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       ptx::mbarrier_init(shared_address(&s.empty[i]), kWarps);
     }
     for (int i = 0; i < Config::kConsumers; ++i) {
-      for (int j = 0; j < Config::kGradientStages; ++j) {
-        ptx::mbarrier_init(shared_address(&s.dq_full[i][j]), 4);
-        ptx::mbarrier_init(shared_address(&s.dq_empty[i][j]), 1);
-      }
+      ptx::mbarrier_init(shared_address(&s.dq_full[i]), 4);
+      ptx::mbarrier_init(shared_address(&s.dq_empty[i]), 1);
     }
     for (uint64_t& full : s.ds_full) ptx::mbarrier_init(shared_address(&full), kWarps);
     ptx::fence_mbarrier_init();

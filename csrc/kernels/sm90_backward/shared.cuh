@@ -24,7 +24,6 @@ struct BackwardConfig {
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kStages = kTile.stages;
-  static constexpr int kGradientStages = kTile.dq_stages;
   static constexpr int kConsumers = kTile.consumers();
   static constexpr int kThreads = kTile.threads();
   static constexpr int kProducerRegisters = 24;
@@ -73,7 +72,7 @@ struct BackwardShared {
   // dS [kBlockM, 64 keys] of each consumer.
   alignas(1024) Element ds[2][Config::kConsumers][Config::kBlockM * 64];
   // Each consumer's part of dQ, on its way out.
-  alignas(128) float dq[Config::kConsumers][Config::kGradientStages][Config::kPartFloats];
+  alignas(128) float dq[Config::kConsumers][Config::kPartFloats];
   alignas(128) float lse_log2[kStages][Config::kBlockM];
   alignas(128) float delta[kStages][Config::kBlockM];
   KeyTile tile;
@@ -82,8 +81,8 @@ struct BackwardShared {
   uint64_t dout_full[kStages];  // dO and delta
   uint64_t empty[kStages];      // all four
   uint64_t ds_full[2];
-  uint64_t dq_full[Config::kConsumers][Config::kGradientStages];
-  uint64_t dq_empty[Config::kConsumers][Config::kGradientStages];
+  uint64_t dq_full[Config::kConsumers];
+  uint64_t dq_empty[Config::kConsumers];
 };
 
 struct BackwardArguments {

@@ -10,7 +10,6 @@ namespace attnscope::sm90 {
 template <class Config>
 __device__ __forceinline__ void write_query_gradients(const BackwardArguments& a,
                                                       BackwardShared<Config>& s, int consumer) {
-#ifndef ATTNSCOPE_SELF
   const KeyTile& t = s.tile;
   const int heads = a.group;
   // Numbers of the part, among those of all heads.
@@ -22,25 +21,21 @@ __device__ __forceinline__ void write_query_gradients(const BackwardArguments& a
   for (int head = 0; head < heads; ++head) {
 #pragma unroll 1
     for (int block = t.begin; block < t.end; ++block) {
-      const Slot<Config::kGradientStages> slot(count++);
-      ptx::mbarrier_wait(ptx::shared_address(&s.dq_full[consumer][slot.stage]), slot.parity);
-#ifndef ATTNSCOPE_NORED
+      ptx::mbarrier_wait(ptx::shared_address(&s.dq_full[consumer]), count++ & 1);
       if (a.tickets != nullptr) Turns<Config>::await(a, t, part, block);
       ptx::bulk_add(a.gradient + int64_t{part} * Config::kPartFloats,
-                    ptx::shared_address(s.dq[consumer][slot.stage]), Config::kPartFloats * 4);
+                    ptx::shared_address(s.dq[consumer]), Config::kPartFloats * 4);
       ptx::tma_store_commit();
       if (a.tickets != nullptr) {
         Turns<Config>::finish(a, part);
       } else {
         ptx::tma_store_wait_read<0>();
       }
-#endif
-      ptx::mbarrier_arrive(ptx::shared_address(&s.dq_empty[consumer][slot.stage]));
+      ptx::mbarrier_arrive(ptx::shared_address(&s.dq_empty[consumer]));
       part += Config::kConsumers;
     }
     part += (a.query_blocks - (t.end - t.begin)) * Config::kConsumers;
   }
-#endif
 }
 
 }  // namespace attnscope::sm90
