@@ -61,8 +61,8 @@ __device__ __forceinline__ void launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// Waits until the kernel before, if it was told to launch this one early, has ended and its writes
-// are visible.
+// Waits until the kernel before has ended, and its writes are visible. Returns at once in a kernel
+// that was not launched so.
 __device__ __forceinline__ void await_kernel_before() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }

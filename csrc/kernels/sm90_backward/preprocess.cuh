@@ -51,7 +51,18 @@ __global__ void __launch_bounds__(kPreprocessThreads)
     clear_uncovered_rows<Element>(a.params.dv, a.params.dv_stride, p.heads_kv, p.head_dim_v,
                                   p.cu_seqlens_k, p.total_k, p.batch, p.seqlen_k);
   }
-  if (blockIdx.x == 0 && thread == 0) *a.counter = 0;
+  if (blockIdx.x == 0) {
+    bool disordered = false;
+    for (int i = thread; a.packed && i < p.batch; i += kPreprocessThreads) {
+      disordered |=
+          p.cu_seqlens_q[i + 1] < p.cu_seqlens_q[i] || p.cu_seqlens_k[i + 1] < p.cu_seqlens_k[i];
+    }
+    disordered = __syncthreads_or(disordered);
+    if (thread == 0) {
+      a.counter[0] = 0;
+      a.counter[1] = disordered;
+    }
+  }
   const int place = blockIdx.x, head = place / a.all_queries;
   if (head >= p.heads_q || p.batch == 0) return;
   const RowBlock b = query_block<Config>(a, place - head * a.all_queries.divisor);

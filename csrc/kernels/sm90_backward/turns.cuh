@@ -17,6 +17,14 @@
 
 namespace attnscope::sm90 {
 
+// Bounds that descend (the contents of cu_seqlens are not trusted) may hide tiles: then nobody
+// waits.
+__device__ __forceinline__ void await_turn(const BackwardArguments& a, const int* ticket,
+                                           int turn) {
+  while (ptx::load_acquire(ticket) < turn && a.counter[1] == 0) {
+  }
+}
+
 template <class Config>
 struct Turns {
   // Waits until all earlier key blocks have added to `part` of dQ, of a block of queries.
@@ -27,8 +35,7 @@ struct Turns {
     const int last_row = min((block + 1) * Config::kBlockM, t.seqlen_q) - 1;
     const int last_block = (window.end_key(last_row, t.seqlen_k) - 1) / Config::kBlockN;
     const int turn = last_block - t.key_block;
-    while (ptx::load_acquire(a.tickets + part) != turn) {
-    }
+    await_turn(a, a.tickets + part, turn);
     ptx::fence_proxy_async_global();
   }
 

@@ -1,6 +1,7 @@
 // The warpgroup of the wide kernel that computes dQ and adds it to global memory.
 #pragma once
 
+#include "kernels/sm90_backward/turns.cuh"
 #include "kernels/sm90_backward/wide_shared.cuh"
 #include "ptx/reduce.cuh"
 #include "ptx/wgmma.cuh"
@@ -130,8 +131,7 @@ class QueryConsumer : WideRole<Config> {
     const int last_row = min((block + 1) * kBlockM, t.seqlen_q) - 1;
     const int last_block = (window.end_key(last_row, t.seqlen_k) - 1) / WideTileConfig::kBlockN;
     if (threadIdx.x % 32 == 0) {
-      while (ptx::load_acquire(ticket(column)) != last_block - t.key_block) {
-      }
+      sm90::await_turn(a, ticket(column), last_block - t.key_block);
       ptx::fence_proxy_async_global();
     }
     __syncwarp();
