@@ -10,6 +10,7 @@ from pathlib import Path
 
 TARGET = Path(__file__).parent.parent / "csrc" / "ptx" / "wgmma_shapes.cuh"
 SCORE_COLUMNS = (64, 128)  # key blocks: A and B from shared memory
+GRADIENT_COLUMNS = (64, 128)  # of dQ: A and B from shared memory, B transposed
 OUTPUT_COLUMNS = (64, 96, 128, 192, 256)  # head dims: A from registers, B transposed
 TYPES = (("__nv_bfloat16", "bf16"), ("__half", "f16"))
 
@@ -30,6 +31,10 @@ namespace attnscope::ptx {
 template <class Element, int kColumns>
 struct WgmmaShared;
 
+// The same with b a descriptor of an N-major tile.
+template <class Element, int kColumns>
+struct WgmmaSharedNMajor;
+
 // d [64, N] += a b with a in registers and b a descriptor of an N-major tile.
 template <class Element, int kColumns>
 struct WgmmaRegister;
@@ -48,18 +53,18 @@ def registers(count: int) -> str:
     return ",\n          ".join(lines)
 
 
-def shared(element: str, ptx: str, columns: int) -> str:
+def shared(element: str, ptx: str, columns: int, n_major: bool = False) -> str:
     n = columns // 2
     return f"""
 template <>
-struct WgmmaShared<{element}, {columns}> {{
+struct WgmmaShared{"NMajor" if n_major else ""}<{element}, {columns}> {{
   static __device__ __forceinline__ void mma(float (&d)[{n}], uint64_t a, uint64_t b,
                                              int accumulate) {{
     asm volatile(
         "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{n + 2}, 0;\\n"
         "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{ptx}.{ptx} {{"
         "{operands(0, n)}}}, "
-        "%{n}, %{n + 1}, p, 1, 1, 0, 0;\\n}}\\n"
+        "%{n}, %{n + 1}, p, 1, 1, 0, {int(n_major)};\\n}}\\n"
         : {registers(n)}
         : "l"(a), "l"(b), "r"(accumulate));
   }}
@@ -89,6 +94,7 @@ def render() -> str:
     parts = [HEAD]
     for element, ptx in TYPES:
         parts += [shared(element, ptx, columns) for columns in SCORE_COLUMNS]
+        parts += [shared(element, ptx, columns, n_major=True) for columns in GRADIENT_COLUMNS]
         parts += [register(element, ptx, columns) for columns in OUTPUT_COLUMNS]
     parts.append("\n}  // namespace attnscope::ptx\n")
     return "".join(parts)

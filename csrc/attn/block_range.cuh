@@ -18,6 +18,13 @@ struct Window {
   __device__ __forceinline__ int end_key(int row, int seqlen_k) const {
     return right < 0 ? seqlen_k : max(0, min(seqlen_k, row + shift + right + 1));
   }
+  // The queries that see a key: the first, and one past the last.
+  __device__ __forceinline__ int first_row(int key) const {
+    return right < 0 ? 0 : max(0, key - shift - right);
+  }
+  __device__ __forceinline__ int end_row(int key, int seqlen_q) const {
+    return left < 0 ? seqlen_q : max(0, min(seqlen_q, key - shift + left + 1));
+  }
 };
 
 struct BlockRange {

@@ -16,12 +16,19 @@ struct DeviceFacts {
   int sms;
 };
 
-// The current device. Only the first call queries its attributes.
+// The current device. Only the first call queries its attributes. Makes the device's context
+// current in a thread that has not used CUDA yet, as autograd's may not: the encoder of tensor
+// maps, a driver function, needs one.
 inline DeviceFacts current_device() {
   static std::atomic<int> known[kMaxDevices];  // 0: not yet; otherwise major << 16 | sms
   int device = -1;
   if (cudaGetDevice(&device) != cudaSuccess || device < 0 || device >= kMaxDevices) {
     return {-1, 0, 0};
+  }
+  static thread_local int bound = -1;
+  if (device != bound) {
+    if (cudaSetDevice(device) != cudaSuccess) return {-1, 0, 0};
+    bound = device;
   }
   int packed = known[device].load(std::memory_order_relaxed);
   if (packed == 0) {

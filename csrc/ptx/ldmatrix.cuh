@@ -29,4 +29,12 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t shared, const uint32_t (&r)
                : "memory");
 }
 
+// The same, each matrix transposed.
+__device__ __forceinline__ void stmatrix_x4_trans(uint32_t shared, const uint32_t (&r)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
+      "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+      : "memory");
+}
+
 }  // namespace attnscope::ptx

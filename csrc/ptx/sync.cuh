@@ -16,12 +16,24 @@ __device__ __forceinline__ void fence_proxy_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
+// Barrier number `id` (1 to 15) among `threads` threads, whole warps. PTX ISA 9.7.13.1.
+__device__ __forceinline__ void barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // The lane id, read again at each call: the compiler then keeps no value derived from it in
 // registers between uses.
 __device__ __forceinline__ int lane() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   return lane;
+}
+
+// threadIdx.x, likewise.
+__device__ __forceinline__ int thread() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
 }
 
 // Moves a warp-uniform value into a uniform register. Values computed from it (loop bounds,
@@ -41,6 +53,18 @@ __device__ __forceinline__ int atomic_add(int* global, int value) {
                : "l"(global), "r"(value)
                : "memory");
   return before;
+}
+
+// Programmatic dependent launch. The next kernel of the stream may start, if it was launched so,
+// once every thread block has called this or has ended. PTX ISA 9.7.13.13, sm_90.
+__device__ __forceinline__ void launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// Waits until the kernel before has ended, and its writes are visible. Returns at once in a kernel
+// that was not launched so.
+__device__ __forceinline__ void await_kernel_before() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // Moves registers between warpgroups; every warp of the warpgroup executes it. PTX ISA 9.7.19.5.

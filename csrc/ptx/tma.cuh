@@ -1,4 +1,4 @@
-// Tensor copies by TMA. PTX ISA 9.7.9.27, sm_90.
+// Copies by TMA: of tensors, and of contiguous bytes. PTX ISA 9.7.9.27 and 9.7.9.25, sm_90.
 #pragma once
 
 #include <cstdint>
@@ -35,6 +35,16 @@ __device__ __forceinline__ void tma_load_5d(uint32_t shared, const void* map, ui
       : "memory");
 }
 
+// Loads contiguous bytes; addresses and `bytes` are multiples of 16.
+__device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, int bytes,
+                                          uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared),
+      "l"(global), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 // Stores a box of shared memory at the coordinates, clipped to the tensor.
 __device__ __forceinline__ void tma_store_5d(const void* map, uint32_t shared, int x, int y, int z,
                                              int w, int u) {
@@ -42,6 +52,15 @@ __device__ __forceinline__ void tma_store_5d(const void* map, uint32_t shared, i
       "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::
           "l"(map),
       "r"(shared), "r"(x), "r"(y), "r"(z), "r"(w), "r"(u)
+      : "memory");
+}
+
+// Adds contiguous floats of shared memory to global memory; addresses and `bytes` are multiples of
+// 16. Each addition is atomic.
+__device__ __forceinline__ void bulk_add(float* global, uint32_t shared, int bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
+      "r"(shared), "r"(bytes)
       : "memory");
 }
 

@@ -181,7 +181,8 @@ class _Forward(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
         op, tensors, options = _backward_call(ctx, dout, dlse)
-        if torch.is_grad_enabled():  # create_graph: the kernel notes that there is no derivative
+        # With create_graph the op's autograd kernel notes that there is no derivative.
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
             gradients = op(*tensors, **options)
         else:
             with below_autograd():

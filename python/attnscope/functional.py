@@ -229,9 +229,10 @@ def _trace(
         "window_right": right,
         "softcap": softcap,
     }
-    if deterministic and torch.is_grad_enabled():
-        # The graph has the op alone, whose autograd kernel could not see the request. The views are
-        # of tensors that are passed twice, which dynamo refuses.
+    needs_grad = q.requires_grad or k.requires_grad or v.requires_grad
+    if deterministic and needs_grad and torch.is_grad_enabled():
+        # The graph has the op alone, whose autograd kernel could not see the request. Views,
+        # because dynamo refuses a tensor that is passed twice.
         views = [t.view_as(t) for t in tensors]
         return TracedForward.apply(op, options, True, *views)
     return op(*tensors, **options)

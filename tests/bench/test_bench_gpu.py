@@ -4,11 +4,13 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from attnscope.bench.calls import build_call
 from attnscope.bench.hold import CudaDriver, HoldTimeout, StreamHold
 from attnscope.bench.impls import IMPLS, Impl, resolve
 from attnscope.bench.proof import names_of
@@ -294,6 +296,49 @@ def test_every_impl_is_right_or_says_why_not(tmp_path, name, options):
     work = Workload.of(**(dict(seqlen=256, heads=2, head_dim=64) | options))
     row = sweep(tmp_path, [IMPLS[name]], [work], baseline=None)[name]
     assert row["status"] == "ok" or (row["status"] == "skipped" and row["reason"]), row["reason"]
+
+
+BACKWARD = replace(WORK, mode="backward")
+
+
+@pytest.mark.parametrize("name", SDPA)
+def test_backwards_of_pytorchs_backends_are_what_they_are_called(name):
+    call = build_call(
+        IMPLS[name], BACKWARD, BACKWARD.inputs(GPU, 0), BACKWARD.output_gradient(GPU, 0)
+    )
+    call()
+    names = names_of(call, GPU)
+    assert names and IMPLS[name].unproved(names, "cuda", "backward") is None
+    for other in set(SDPA) - {name}:
+        assert IMPLS[other].unproved(names, "cuda", "backward") is not None
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_every_backward_is_right_or_says_why_not(tmp_path, name, options, deterministic):
+    work = Workload.of(**(dict(seqlen=256, heads=2, head_dim=64, mode="backward") | options))
+    work = replace(work, deterministic=deterministic)
+    row = sweep(tmp_path, [IMPLS[name]], [work], baseline=None)[name]
+    if name in COMPILED and row["status"] == "failed":
+        pytest.skip(f"{name}: {row['reason']}")  # packages refuse in their own ways
+    assert row["status"] == "ok" or (row["status"] == "skipped" and row["reason"]), row["reason"]
+
+
+@pytest.mark.parametrize("settings", [dict(), dict(l2="rotate"), dict(layouts="both")], ids=str)
+def test_a_backward_is_timed_without_its_forward(tmp_path, settings):
+    rows = sweep(tmp_path, resolve(["sdpa-flash"]), [BACKWARD], **settings)
+    both = sweep(tmp_path, resolve(["sdpa-flash"]), [replace(WORK, mode="both")], **settings)
+    row, step = rows["sdpa-flash"], both["sdpa-flash"]
+    assert row["status"] == step["status"] == "ok", (row["reason"], step["reason"])
+    assert not any("flash_fwd" in name for name in row["kernels"])
+    assert row["median_ms"] < step["median_ms"]
+
+
+def test_a_training_step_is_replayed_from_a_graph(tmp_path):
+    row = sweep(tmp_path, resolve(["sdpa-flash"]), [replace(WORK, mode="both")], graph=True)
+    assert row["sdpa-flash"]["status"] == "ok", row["sdpa-flash"]["reason"]
+    assert row["sdpa-flash"]["timer"] == "cuda-graph"
 
 
 def test_clocks_are_read_or_the_reason_is_there():

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,28 @@ def test_ratio_is_the_speed_of_b_over_a() -> None:
     assert {pair.verdict(None) for pair in pairs} == {"faster"}
     assert {pair.verdict(None) for pair in pair_rows(rows(), rows(scale=2.0))} == {"slower"}
     assert {pair.verdict(0.97) for pair in pair_rows(rows(), rows())} == {"same"}
+
+
+def in_mode(**change: Any) -> list[Row]:
+    return [ok_row("cuda", replace(work, **change), 1.0 + i) for i, work in enumerate(WORKS)]
+
+
+def test_modes_are_not_compared_with_each_other() -> None:
+    pairs = pair_rows(in_mode(), in_mode(mode="backward"))
+    assert len(pairs) == 2 * len(WORKS) and not any(pair.ratio for pair in pairs)
+    mixed = [*in_mode(), *in_mode(mode="backward")]
+    groups = means(pair_rows(mixed, mixed))["cuda"]
+    assert {"all, forward", "all, backward", "not causal, backward"} <= set(groups)
+    assert len(groups["all, backward"]) == len(WORKS)
+
+
+def test_deterministic_gradients_are_compared_with_others(files) -> None:
+    strict = in_mode(mode="backward", deterministic=True)
+    assert all(pair.ratio for pair in pair_rows(in_mode(mode="backward"), strict))
+    both_kinds = [*in_mode(mode="backward"), *strict]
+    assert len(pair_rows(both_kinds, strict)) == 2 * len(WORKS)
+    code, out = compare(*files(in_mode(mode="backward"), strict))
+    assert code == 0 and "gradients of B are deterministic" in out
 
 
 def test_noise_is_not_a_regression() -> None:

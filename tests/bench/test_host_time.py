@@ -50,6 +50,21 @@ def test_a_call_is_timed_in_the_mode_that_its_row_names(monkeypatch):
         assert seen == {want}, mode
 
 
+def test_a_training_call_is_a_forward_and_its_backward(monkeypatch):
+    calls = []
+
+    def call(q, k, v, impl):
+        assert q.requires_grad and k.requires_grad and v.requires_grad
+        calls.append("forward")
+        out = q + k + v
+        out.register_hook(lambda grad: calls.append("backward"))
+        return out
+
+    monkeypatch.setattr("attnscope.attention", call)
+    measure_host_time(CPU, ("cpu",), ("training",), calls=2, blocks=1)
+    assert calls[:4] == ["forward", "backward"] * 2
+
+
 def test_compiled_calls_are_timed():
     (row,) = measure_host_time(CPU, ("cpu",), ("compiled",), calls=2, blocks=2)
     assert row.mode == "compiled" and row.median_us > 0 and row.ratio is None

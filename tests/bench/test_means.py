@@ -1,5 +1,6 @@
 """Reports of means name the peers and the lengths that were averaged."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,3 +57,15 @@ def test_ratios_to_the_baseline_are_by_lengths() -> None:
         "sdpa-flash",
         {"S 512": {"cuda": [2.0]}, "S 64": {"cuda": [3.0]}},
     )
+
+
+def test_modes_have_means_of_their_own() -> None:
+    backward = replace(LONG, mode="backward")
+    strict = replace(backward, deterministic=True)
+    assert by_length([LONG, backward, strict, LONGER]) == {
+        "S 512 to 1,024": [LONG, LONGER],
+        "backward, S 512": [backward],
+        "backward, deterministic, S 512": [strict],
+    }
+    rows = [ok_row(impl, work, 1.0) for impl in ("cuda", "fa4") for work in (LONG, backward)]
+    assert [mean.lengths for mean in over_fastest_peer(rows)] == ["S 512", "backward, S 512"]

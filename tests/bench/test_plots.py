@@ -3,6 +3,7 @@
 import json
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -353,3 +354,29 @@ def test_rows_that_say_nothing_are_bad_input(tmp_path: Path, row: Row, env: Row,
     (tmp_path / "file").touch()
     arguments = ["plot", str(path), "--output-dir", str(tmp_path / "file")]
     assert CliRunner().invoke(build("plot"), arguments).exit_code == 2
+
+
+def test_modes_have_figures_of_their_own(tmp_path: Path) -> None:
+    works = [work for work in paper() if work.head_dim == 64 and not work.causal]
+    in_mode = {
+        name: [ok_row(impl, replace(work, **change), 1.0) for work in works for impl in CURVES]
+        for name, change in (
+            ("forward", {}),
+            ("backward", {"mode": "backward"}),
+            ("backward-deterministic", {"mode": "backward", "deterministic": True}),
+        )
+    }
+    write(tmp_path / "paper-backward.json", H200, in_mode["backward"])
+    one = plot_file(tmp_path / "paper-backward.json", tmp_path)
+    assert {path.stem for path in one} == {
+        f"paper-backward-{kind}" for kind in ("throughput", "ratio", "roof")
+    }
+    text = (tmp_path / "paper-backward-throughput.svg").read_text()
+    assert "Attention backward: throughput" in text
+    write(tmp_path / "all.json", H200, [row for rows in in_mode.values() for row in rows])
+    stems = {path.stem for path in plot_file(tmp_path / "all.json", tmp_path)}
+    assert stems == {f"all-{mode}-bf16-{kind}" for mode in in_mode for kind in
+                     ("throughput", "ratio", "roof")}  # fmt: skip
+    table = results_table(tmp_path / "all.json", tmp_path)
+    assert "TFLOP/s (forward; backward; backward, deterministic) on" in table
+    assert "backward, deterministic, S 512 to 16,384 (6)" in table

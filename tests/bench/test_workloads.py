@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -50,10 +51,14 @@ def test_flops_by_both_rules():
     assert full.flops_reported() == (4096, "full")
 
 
-def test_backward_is_two_and_a_half_forwards():
+def test_backward_is_two_and_a_half_forwards_where_head_dims_are_equal():
     shape = dict(seqlen=4, heads=1, head_dim=64)
     assert Workload.of(**shape, mode="backward").flops() == 2.5 * 4096
     assert Workload.of(**shape, mode="both").flops() == 3.5 * 4096
+    wide = dict(seqlen=4, heads=1, head_dim=64, head_dim_v=32)
+    assert Workload.of(**wide).flops() == 2 * 16 * (64 + 32)
+    assert Workload.of(**wide, mode="backward").flops() == 2 * 16 * (3 * 64 + 2 * 32)
+    assert Workload.of(**wide, mode="both").flops_half_convention() == 2 * 16 * (4 * 64 + 3 * 32)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +74,12 @@ def test_bytes_count_keys_and_values_once_per_kv_head():
         batch=2, seqlen_q=3, seqlen_k=5, heads_q=8, heads_kv=2, head_dim=16, head_dim_v=32
     )
     query, key, value, out = 2 * 3 * 8 * 16, 2 * 5 * 2 * 16, 2 * 5 * 2 * 32, 2 * 3 * 8 * 32
-    assert work.bytes() == 2 * (query + key + value + out) + 4 * 2 * 3 * 8
+    lse = 4 * 2 * 3 * 8
+    assert work.bytes() == 2 * (query + key + value + out) + lse
+    # q, k, v, out, dout and lse in; dq, dk and dv out.
+    backward = 2 * (2 * query + 2 * key + 2 * value + 2 * out) + lse
+    assert replace(work, mode="backward").bytes() == backward
+    assert replace(work, mode="both").bytes() == work.bytes() + backward
 
 
 @pytest.mark.parametrize(
@@ -80,6 +90,8 @@ def test_bytes_count_keys_and_values_once_per_kv_head():
         (dict(seqlen=8, heads=0, head_dim=8), "heads_q: 0"),
         (dict(seqlen=8, heads=1, head_dim=8, dtype="bf8"), "dtype: 'bf8'"),
         (dict(seqlen=8, heads=1, head_dim=8, mode="sideways"), "mode: 'sideways'"),
+        (dict(seqlen=8, heads=1, head_dim=8, deterministic=True), "deterministic: needs mode back"),
+        (dict(seqlen=8, heads=1, head_dim=8, mode="both", deterministic=1), "deterministic: 1 is"),
         (dict(seqlen=8, heads=1, head_dim=8, window=(-2, 0)), r"window: \(-2, 0\)"),
         (dict(seqlen=8, heads=1, head_dim=8, softcap=-1), "softcap: -1"),
         (dict(seqlen=8, heads=1, head_dim=8, softcap=float("nan")), "softcap: nan"),
@@ -164,10 +176,20 @@ def test_ids_tell_fields_apart():
     others = [
         dict(causal=True), dict(window=(3, -1)), dict(softcap=5.0), dict(head_dim_v=32),
         dict(dtype="float16"), dict(seqlens=[64]), dict(seqlens=[64, 64]), dict(batch=2),
+        dict(mode="backward"), dict(mode="both"), dict(mode="backward", deterministic=True),
     ]  # fmt: skip
     ids = {Workload.of(**{**base, **other}).id for other in [{}, *others]}
     assert len(ids) == len(others) + 1
     assert Workload.of(**base).id == "forward-bf16-b1-q64-k64-h4-kv2-d64"
+
+
+def test_phases_name_what_is_not_a_plain_forward():
+    base = dict(seqlen=64, heads=4, head_dim=64)
+    assert Workload.of(**base).phase == ""
+    assert Workload.of(**base, mode="both").phase == "forward and backward"
+    strict = Workload.of(**base, mode="backward", deterministic=True)
+    assert strict.phase == "backward, deterministic"
+    assert Workload.from_dict(json.loads(json.dumps(strict.to_dict()))) == strict
 
 
 def test_lists_are_multiplied_out_and_list_valued_fields_are_not():

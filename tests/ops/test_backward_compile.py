@@ -111,6 +111,25 @@ def test_deterministic_gradients_of_a_packed_graph():
         torch.testing.assert_close(compiled(q, k, v), loss(q, k, v))
 
 
+def test_one_tensor_in_three_places():
+    def loss(x):
+        return attention(x, x, x, deterministic=True).square().sum()
+
+    x = TARGET.randn(1, 5, 2, 16)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(step(compiled, [x]), step(loss, [x]))  # three terms, in any order
+
+
+def test_compiled_autograd_takes_the_backward():
+    compiled_autograd = pytest.importorskip("torch._dynamo.compiled_autograd")
+    inputs = leaves(*TARGET.qkv(1, 5, 5, 2, 2, 16))
+    want = leaves(*inputs)
+    with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        attention(*inputs, causal=True).sum().backward()
+    attention(*want, causal=True).sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(inputs, want, strict=True))
+
+
 def test_the_forward_is_not_computed_twice():
     calls = []
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from backward_cases import BACKWARD_CALLS, CASES, backward_call, backward_op
@@ -16,7 +18,7 @@ from backward_reference import (
 from helpers import HEAD_DIMS, LENGTHS, MASKS, Target
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnscope import attention
+from attnscope import attention, attention_varlen
 from attnscope.attention_flops import forward_flops
 
 pytestmark = pytest.mark.gpu
@@ -202,6 +204,40 @@ def test_runs_on_the_current_stream(bf16_target):
         grads = op(dout, q, k, v, out, lse, **options)
     torch.cuda.synchronize()
     assert all(torch.equal(g, w) for g, w in zip(grads, want, strict=True))
+
+
+def test_the_first_cuda_call_of_a_thread(bf16_target):
+    """Tensor maps need a current context, which a new thread does not have."""
+
+    def in_new_thread(call):
+        found = []
+        thread = threading.Thread(target=lambda: found.append(call()))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    (dout, *tensors), options = backward_call(bf16_target, "plain")
+    op = backward_op(bf16_target)
+    for call in (
+        lambda: bf16_target.op(*tensors[:3], **options)[:1],
+        lambda: op(dout, *tensors, **options)[1:],  # dq is a sum in any order
+    ):
+        want = call()
+        assert all(torch.equal(a, b) for a, b in zip(in_new_thread(call), want, strict=True))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_descending_bounds_do_not_hang(bf16_target, head_dim):
+    """The contents of cu_seqlens are not trusted: any may be wrong, none may hang."""
+    q, k, v = (x.flatten(0, 1) for x in bf16_target.qkv(1, 700, 700, 2, 2, head_dim))
+    cu = torch.tensor([0, 600, 100, 500, 50, 700], dtype=torch.int32, device="cuda")
+    out = attention_varlen(
+        *leaves(q, k, v), cu, cu, 700, 700, causal=True, deterministic=True, impl=bf16_target.impl
+    )
+    out.sum().backward()
+    torch.cuda.synchronize()
+    # A later call is not affected.
+    assert_gradients_match(bf16_target, *bf16_target.qkv(1, 165, 230, 4, 2, head_dim), causal=True)
 
 
 def test_two_streams_at_once(bf16_target):

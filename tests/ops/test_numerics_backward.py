@@ -99,7 +99,7 @@ def check(work: Workload, fn: Callable[..., Any] | None = None, **options: Any) 
 def test_right_gradients_pass(work, dtype, kind):
     verdict = check(replace(work, dtype=dtype), kind=kind)
     assert verdict.passed and verdict.reason == "", verdict
-    assert verdict.margin < 0.6 and verdict.repeatable and verdict.checked == "all rows"
+    assert verdict.margin < 0.8 and verdict.repeatable and verdict.checked == "all rows"
     assert set(verdict.gradients) == {"dq", "dk", "dv"}
     assert verdict.margin == max(errors.margin for errors in verdict.gradients.values())
 

@@ -199,20 +199,18 @@ def test_gradients_are_those_of_the_forward_reference():
 
 
 def test_rounding_covers_what_an_out_in_16_bits_does_to_delta():
-    """dP is the same for every key, so exact dq and dk are 0; a rounded out leaves its error."""
     dout, q, k, v = (torch.randn(1, 50, 2, 32).bfloat16() for _ in range(4))
-    v[:] = v[:, :1]
     scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / math.sqrt(32)
     probs = torch.softmax(scores, -1)
-    out = torch.einsum("bhij,bjhd->bihd", probs, v.double() * 1.001).bfloat16().double()
-    off = ((out - v[:, :1].double()) * dout.double()).sum(-1).transpose(1, 2)
-    dscores = probs * -off[..., None] / math.sqrt(32)
+    out = torch.einsum("bhij,bjhd->bihd", probs, v.double())
+    off = ((out.bfloat16() - out) * dout.double()).sum(-1).transpose(1, 2)
+    dscores = probs * off[..., None] / math.sqrt(32)
     dq = torch.einsum("bhij,bjhd->bihd", dscores, k.double())
     dk = torch.einsum("bhij,bihd->bjhd", dscores, q.double())
     bound = backward_rounding(dout, q, k, v, sum_ulps=4.0, score_ulps=4.0)
     for error, allowed in zip((dq, dk), bound, strict=False):
         share = error.abs().amax(-1) / allowed.amax(-1)
-        assert 0.01 < share.max() < 1.0
+        assert 0.2 < share.max() < 1.0
 
 
 def test_errors_name_the_argument():

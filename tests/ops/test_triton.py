@@ -6,11 +6,10 @@ test_forward_gpu.py runs it on a GPU.
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -20,18 +19,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils.flop_counter import FlopCounterMode
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted kernels do not compile", allow_module_level=True)
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from compiled_triton import Compiled, compile_kernel  # noqa: E402
 
 from attnscope import attention  # noqa: E402
 from attnscope.triton import forward as op  # noqa: E402
 from attnscope.triton.forward_kernel import forward_kernel  # noqa: E402
-
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 def test_interpreted_kernel():
@@ -47,29 +43,7 @@ def test_interpreted_kernel():
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
 
 
-class Compiled(NamedTuple):
-    name: str
-    ptx: str
-    sass: list[tuple[int, str]]  # address, instruction
-    shared_bytes: int
-
-    def count(self, opcode: str) -> int:
-        return sum(bool(re.match(rf"(@!?U?P\d+ )?{opcode}\b", text)) for _, text in self.sass)
-
-    def in_loops(self, opcode: str) -> list[str]:
-        """Instructions of an opcode between a backward branch and its target."""
-        jumps = [(at, re.search(r"BRA.* 0x([0-9a-f]+)", text)) for at, text in self.sass]
-        loops = [(int(to[1], 16), at) for at, to in jumps if to and int(to[1], 16) < at]
-        return [
-            text
-            for at, text in self.sass
-            if re.search(rf"\b{opcode}\b", text) and any(a <= at <= b for a, b in loops)
-        ]
-
-
-def compile_for(
-    arch: int, head_dim: int, head_dim_v: int, tmp_path: Path, **flags: Any
-) -> Compiled:
+def compile_for(arch: int, head_dim: int, head_dim_v: int, **flags: Any) -> Compiled:
     config, padded, padded_v = op.tile(head_dim, head_dim_v, large=arch >= 90)
     constants = {
         "PACKED": False, "HAS_LEFT": False, "HAS_RIGHT": False, "SCORES": "raw",
@@ -78,37 +52,15 @@ def compile_for(
     } | flags  # fmt: skip
     if not constants["PACKED"]:
         constants |= {"cu_seqlens_q": None, "cu_seqlens_k": None}
-    types = dict.fromkeys(("q", "k", "v", "out"), "*bf16") | {"lse": "*fp32"}
-    types |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "*i32")
-    types |= dict.fromkeys(("inner_scale", "cap", "outer_scale"), "fp32")
-    types |= dict.fromkeys(constants, "constexpr")
-    names = forward_kernel.arg_names
-    signature = {name: types.get(name, "i32") for name in names}
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(names)
-        if signature[name].startswith("*")
-    }
-    places = {(names.index(name),): value for name, value in constants.items()}
-    kernel = triton.compile(
-        ASTSource(forward_kernel, signature, places, aligned),
-        target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": config.num_warps, "num_stages": config.num_stages},
-    )
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(kernel.asm["cubin"])
-    dump = subprocess.run(
-        [TOOLS / "cuobjdump", "-sass", cubin], capture_output=True, text=True, check=True
-    ).stdout
-    sass = re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]*);", dump)
-    lines = [(int(at, 16), text.strip()) for at, text in sass]
-    return Compiled(kernel.metadata.name, kernel.asm["ptx"], lines, kernel.metadata.shared)
+    pointers = {"lse": "*fp32", "cu_seqlens_q": "*i32", "cu_seqlens_k": "*i32"}
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return compile_kernel(forward_kernel, arch, pointers, constants, options)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_hopper_code(head_dim, causal, tmp_path):
-    code = compile_for(90, head_dim, head_dim, tmp_path, HAS_RIGHT=causal)
+def test_hopper_code(head_dim, causal):
+    code = compile_for(90, head_dim, head_dim, HAS_RIGHT=causal)
     assert code.ptx.count("wgmma.mma_async") >= 4 and code.in_loops("HGMMA")
     assert not code.in_loops("LDL") and not code.in_loops("STL"), "the main loop spills"
     # At head dim 128 a few values are spilled once per tile, for the loop of doubtful tiles.
@@ -124,9 +76,9 @@ def test_hopper_code(head_dim, causal, tmp_path):
 
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(8, 8), (72, 40), (192, 128), (256, 256)])
-def test_every_option_compiles(head_dim, head_dim_v, arch, tmp_path):
+def test_every_option_compiles(head_dim, head_dim_v, arch):
     flags = {"PACKED": True, "HAS_LEFT": True, "HAS_RIGHT": True, "SCORES": "capped"}
-    code = compile_for(arch, head_dim, head_dim_v, tmp_path, **flags)
+    code = compile_for(arch, head_dim, head_dim_v, **flags)
     assert not code.in_loops("LDL") and not code.in_loops("STL")
     assert code.shared_bytes <= (227 if arch == 90 else 99) << 10
 

@@ -51,7 +51,7 @@ def jit(monkeypatch) -> Jit:
     stand_in = Jit()
     monkeypatch.setattr(launcher, "CompiledKernel", Compiled)
     monkeypatch.setattr(launcher, "_current_stream", lambda device: 7)
-    monkeypatch.setattr(op, "INTERPRETED", True)  # CPU tensors pass the check
+    monkeypatch.setattr(op.plan, "INTERPRETED", True)  # CPU tensors pass the check
     monkeypatch.setattr(op, "_KERNELS", launcher.KernelCache(stand_in))
     monkeypatch.setattr(op, "_PLANS", {})
     return stand_in

@@ -101,7 +101,7 @@ def test_program_window(tmp_path: Path) -> None:
     made.call("cudaDeviceSynchronize", 30, 5)
     assert program_window(made.attribution(tmp_path).trace) == (10_000, 25_000)
     empty = MadeTrace()
-    with pytest.raises(ValueError, match="trace: holds no op"):
+    with pytest.raises(ValueError, match="trace must have an op"):
         program_window(empty.attribution(tmp_path).trace)
 
 

@@ -269,6 +269,12 @@ BACKWARDS = {
     OURS.format("sm90", "backward_postprocess", "attnscope::sm90::BackwardConfig<__half, 0> "): (
         "attnscope sm90 backward postprocess fp16 tile 0", False,
     ),
+    OURS.format("sm90", "wide_backward", "attnscope::sm90::WideConfig<__nv_bfloat16, 2> "): (
+        "attnscope sm90 backward wide bf16 tile 2", True,
+    ),
+    OURS.format("sm90", "wide_postprocess", "attnscope::sm90::WideConfig<__nv_bfloat16, 3> "): (
+        "attnscope sm90 backward wide postprocess bf16 tile 3", False,
+    ),
     "attnscope_triton_backward_dq_bf16_d64_dv64_full": (
         "attnscope triton backward dq bf16 D64 full", True,
     ),
@@ -331,6 +337,20 @@ def test_categories_of_recorded_kernels() -> None:
     for kind, patterns in expected.items():
         for pattern in patterns:
             assert {category(symbol) for symbol in having(pattern)} == {kind}, pattern
+
+
+@pytest.mark.parametrize(
+    ("symbol", "name", "multiplies"),
+    [
+        ("dkdv_bf16_d64_dv64_full_left", "dkdv bf16 D64 full_left", True),
+        ("dq_fp16_d72_dv40_causal_or_right", "dq fp16 D72 Dv40 causal_or_right", True),
+        ("stats_bf16_dv64", "stats bf16 Dv64", False),
+    ],
+)
+def test_triton_backward_kernels(symbol: str, name: str, multiplies: bool) -> None:
+    symbol = f"attnscope_triton_backward_{symbol}"
+    assert short_name(symbol).replace("backward ", "") == f"attnscope triton {name}"
+    assert uses_tensor_cores(symbol) == multiplies
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""attnscope_triton::backward on CPU tensors: run by test_triton_backward.py with TRITON_INTERPRET=1."""
+"""attnscope_triton::backward on CPU tensors.
+
+test_triton_backward.py runs this file with TRITON_INTERPRET=1.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import math
 
 import pytest
 import torch
-from backward_cases import BACKWARD_CALLS, CASES, backward_call, backward_op
+from backward_cases import CASES, backward_call, backward_op
 from backward_reference import assert_gradients_match, gradients, upstream
 from helpers import MASKS, Target
 
@@ -16,15 +19,30 @@ assert INTERPRETED, "set TRITON_INTERPRET=1"
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TARGET = Target("triton", "cpu", FP16)
-# Too many programs for the interpreter.
-SLOW = ("many_", "small_tensors", "deterministic", "left_window_ends_at_its_key-")
-QUICK = [
-    case
-    for case in CASES
-    if not case.id.startswith(SLOW) or case.id in ("left_window_ends_at_its_key-64",)
-]
+# Cases that do not repeat a path of the kernels, nor take seconds in the interpreter.
+CASE_IDS = (
+    "causal_is_aligned_to_the_bottom_right-200-72",
+    "band_that_starts_after_the_first_tile",
+    "keys_that_no_query_sees_have_no_gradient",
+    "zero_length_segments-64",
+    "batch_of_empty_segments",
+    "empty_dimension-0-3-3",
+    "empty_dimension-1-0-3",
+    "empty_dimension-1-3-0",
+    "dout_of_any_layout-every second row",
+    "dout_of_any_layout-last dimension strided",
+    "dout_of_any_layout-rows not aligned",
+    "rows_past_the_last_segment_do_not_leak-nan",
+    "segments_do_not_see_each_other-inf",
+    "rubbish_in_cu_seqlens_stays_in_bounds--7-10-1073741824-64",
+    "lengths_beyond_max_seqlen_are_cut",
+    "any_finite_scale-0.0",
+    "any_finite_scale--0.3",
+)
+QUICK = [case for case in CASES if case.id in CASE_IDS]
+assert len(QUICK) == len(CASE_IDS)
 # Head dims padded to each width, with different paddings of q k^T and of p v.
-HEAD_DIMS = ((8, 8), (40, 40), (64, 96), (128, 128), (256, 8), (8, 256))
+HEAD_DIMS = ((8, 8), (64, 96), (256, 8), (8, 256))
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy: log2(0), inf
 
@@ -35,18 +53,22 @@ def test_behaviour(case):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 150), (150, 100)])
-def test_masks_and_lengths(seqlen_q, seqlen_k, mask):
-    assert_gradients_match(TARGET, *TARGET.qkv(1, seqlen_q, seqlen_k, 2, 1, 24), **MASKS[mask])
+def test_masks(mask):
+    assert_gradients_match(TARGET, *TARGET.qkv(1, 150, 100, 2, 1, 24), **MASKS[mask])
 
 
-@pytest.mark.parametrize("mask", ["full", "causal-band", "softcap"])
+@pytest.mark.parametrize("mask", ["full", "causal", "band"])
+def test_one_query(mask):
+    assert_gradients_match(TARGET, *TARGET.qkv(1, 1, 150, 2, 1, 24), **MASKS[mask])
+
+
+@pytest.mark.parametrize("mask", ["full", "causal-band"])
 def test_packed_batches(mask):
-    lengths = [(65, 65), (1, 130), (0, 9), (140, 30), (7, 0), (64, 128)]
+    lengths = [(65, 65), (1, 130), (0, 9), (140, 30), (7, 0)]
     bounds = [torch.tensor([0, *x]).cumsum(0) for x in zip(*lengths, strict=True)]
     cu_q, cu_k = (TARGET.cu_seqlens(*b.tolist()) for b in bounds)
-    q = TARGET.randn(int(cu_q[-1]), 4, 40)
-    k, v = (TARGET.randn(int(cu_k[-1]), 2, 40) for _ in range(2))
+    q = TARGET.randn(int(cu_q[-1]), 2, 40)
+    k, v = (TARGET.randn(int(cu_k[-1]), 1, 40) for _ in range(2))
     assert_gradients_match(TARGET, q, k, v, cu_q, cu_k, 140, 130, **MASKS[mask])
 
 
@@ -59,7 +81,7 @@ def test_head_dims(head_dim, head_dim_v):
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 def test_dtypes(dtype):
     target = Target("triton", "cpu", dtype)
-    assert_gradients_match(target, *target.qkv(2, 70, 70, 6, 2, 32), causal=True)
+    assert_gradients_match(target, *target.qkv(1, 70, 70, 6, 2, 32), causal=True)
 
 
 @pytest.mark.parametrize("softcap", [20.0, 1e4], ids=["narrow", "wide"])
@@ -70,6 +92,14 @@ def test_softcap_of_large_scores(softcap):
 
 def test_without_dlse():
     assert_gradients_match(TARGET, *TARGET.qkv(1, 70, 90, 2, 1, 32), use_dlse=False)
+
+
+def test_a_row_whose_scores_overflow_has_no_gradient():
+    target = Target("triton", "cpu", FP32)
+    q, v = torch.full((1, 1, 1, 16), -1e19), torch.randn(1, 40, 1, 16)
+    k = 1e19 * (1 + v.abs())  # every score is -inf, and so is lse
+    for grad in gradients(target, q, k, v, dout=torch.randn(1, 1, 1, 16), scale=1.0):
+        assert (grad == 0).all()
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
@@ -101,7 +131,7 @@ def test_every_element_is_written():
     for tensors, packing in ((TARGET.qkv(1, 33, 20, 2, 2, 32), ()), (packed, (cu, cu, 30, 30))):
         dout, _ = upstream(TARGET, tensors[0], tensors[2])
         clean = gradients(TARGET, *tensors, *packing, dout=dout)
-        for _ in range(3):
+        for _ in range(2):
             rubbish = [torch.full_like(t, math.nan) for t in tensors for _ in range(2)]
             rubbish.append(torch.full((2 * 1024,), math.nan))
             del rubbish  # the allocator gives its memory to the outputs and to the workspace
@@ -111,7 +141,7 @@ def test_every_element_is_written():
                 assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("name", BACKWARD_CALLS)
+@pytest.mark.parametrize("name", ["packed with dlse"])
 def test_opcheck(name):
     args, kwargs = backward_call(TARGET, name)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")

@@ -134,7 +134,7 @@ _MOST_SCORES = 8 << 30  # bytes
 
 
 def _scores_too_large(element_bytes: int = 0) -> Callable[[Workload], str | None]:
-    """Why an impl that keeps its score matrix for the backward should not hold the one of a workload.
+    """Why an impl that keeps its score matrix for the backward should leave a workload out.
 
     `element_bytes` are those of a score; 0: of the inputs.
     """

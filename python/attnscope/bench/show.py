@@ -149,7 +149,9 @@ def _print_ratios(rows: Sequence[Row]) -> None:
 
 def _is_headline(row: Row) -> bool:
     shape = dict(dtype="float32", batch=1, heads_q=8, heads_kv=8, seqlen_q=1024, seqlen_k=1024)
-    return all(row[key] == value for key, value in (shape | {"head_dim": 64}).items())
+    return all(
+        row[key] == value for key, value in (shape | {"head_dim": 64, "mode": "forward"}).items()
+    )
 
 
 def _print_reasons(rows: Sequence[Row]) -> None:

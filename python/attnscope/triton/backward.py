@@ -33,15 +33,19 @@ DQ_TILES = {
 }
 # dK and dV keep block_n keys and take block_m rows in a step.
 DKDV_TILES = {
-    16: Tile(64, 128, 4, 3),
+    16: Tile(64, 128, 8, 3),
     32: Tile(64, 128, 8, 3),
     64: Tile(64, 128, 8, 3),
     128: Tile(64, 128, 8, 3),
     256: Tile(32, 64, 8, 3),
 }
 # For cards that give a program about 100 KB of shared memory, not the 227 KB of sm_90 and sm_100.
-SMALL_DQ_TILES = DQ_TILES | {128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 8, 1)}
-SMALL_DKDV_TILES = DKDV_TILES | {128: Tile(32, 64, 4, 2), 256: Tile(32, 64, 8, 1)}
+SMALL_DQ_TILES = DQ_TILES | {128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 1)}
+SMALL_DKDV_TILES = DKDV_TILES | {
+    64: Tile(32, 128, 8, 3),
+    128: Tile(32, 64, 8, 2),
+    256: Tile(32, 32, 8, 1),
+}
 _PADDED_ROWS = STATS_BLOCK.value
 
 
@@ -84,7 +88,7 @@ def plan_launches(
     (*_, rows_q, heads_q, head_dim), (*_, rows_k, heads_kv, head_dim_v) = q.shape, v.shape
     batch, seqlen_q, seqlen_k = plan.lengths(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
     packed = cu_seqlens_q is not None
-    stats_rows = -(-rows_q // _PADDED_ROWS) * _PADDED_ROWS + packed * batch * _PADDED_ROWS
+    stats_rows = -(-rows_q // _PADDED_ROWS) * _PADDED_ROWS + (batch * _PADDED_ROWS if packed else 0)
     stats_size = heads_q * stats_rows * (1 if packed else batch)
 
     padded, padded_v = plan.padded_dims(head_dim, head_dim_v)

@@ -65,17 +65,18 @@ def _words(*words: str) -> str:
 
 def _attnscope(symbol: str, match: re.Match[str]) -> str:
     arch, op, dtype, sizes = match.groups()
-    if op in ("preprocess", "postprocess"):
-        op = f"backward {op}"
+    parts = op.split("_")
+    if {"backward", "preprocess", "postprocess"} & set(parts):
+        parts = ["backward", *(part for part in parts if part != "backward")]
     tile = [f"{letter}{size}" for letter, size in zip("DMN", _ints(sizes or ""), strict=False)]
     if len(tile) == 1 and tile[0] in _TILE_ROWS:
         tile = [f"tile {tile[0][1:]}"]
-    return _words("attnscope", arch, op.replace("_", " "), _dtype(dtype), *tile)
+    return _words("attnscope", arch, *parts, _dtype(dtype), *tile)
 
 
 def _attnscope_triton(symbol: str, match: re.Match[str]) -> str:
     op, dtype, dim, dim_v, mask = match.groups()
-    dims = f"D{dim}" if dim == dim_v else _words(f"D{dim}" if dim else "", f"Dv{dim_v}")
+    dims = f"D{dim}" if dim == dim_v else _words(dim and f"D{dim}", f"Dv{dim_v}")
     return _words("attnscope triton", op.replace("_", " "), dtype, dims, mask.strip("_"))
 
 
@@ -297,12 +298,10 @@ _CATEGORIES = tuple(
 )
 
 _HELPERS = re.compile(
-    r"combine|dot_do_o|convert_d|preprocess|postprocess|prepare|splitKreduce"
-    r"|^attnscope_triton_backward_stats",
-    re.IGNORECASE,
+    r"combine|dot_do_o|convert_d|preprocess|postprocess|prepare|splitKreduce", re.IGNORECASE
 )
 _TENSOR_CORES = re.compile(
-    r"attnscope::\w+::(forward|backward|decode)|^attnscope_triton_"
+    r"attnscope::\w+::(\w+_)?(forward|backward|decode)_kernel|^attnscope_triton_(?!backward_stats)"
     r"|FlashAttn(Fwd|Bwd)|FlashAttention(Forward|Backward)Sm|flash_(fwd|bwd)_"
     r"|^nvjet_|w?gmma|[hi]mma|(?<![a-z])dmma|tensor\d+x\d+x\d+|warpgroupsize|tensorop"
     r"|[shid](884|1688|16816|8816|16832|64x\d+x\d+)(?=gemm|fprop|dgrad|wgrad|_|$)"

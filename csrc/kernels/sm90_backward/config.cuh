@@ -1,0 +1,84 @@
+// Tiles and workspace of the Hopper backward kernels, as data. Plain C++.
+#pragma once
+
+#include <climits>
+#include <cstdint>
+
+#include "attn/params.h"
+
+namespace attnscope::sm90 {
+
+struct BackwardTile {
+  int head_dim;  // rounded up; TMA fills smaller head dims with zeros
+  int block_m;   // query rows of one step
+  int block_n;   // keys, 64 a consumer warpgroup; wide: 64 a thread block
+  int stages;    // buffers for Q, and as many for dO
+  bool keeps_p;  // P in fp32 until dS; otherwise dS takes P as rounded for dV, without softcap
+  const char* reason;
+
+  // Head dims that wide.cuh serves, by clusters of thread blocks.
+  constexpr bool wide() const { return head_dim > 128; }
+  constexpr int consumers() const { return block_n / 64; }
+  constexpr int threads() const { return 128 * (wide() ? 4 : consumers() + 1); }
+  // For each block of queries, of a deterministic call.
+  constexpr int tickets() const { return wide() ? 4 * (head_dim / 64) : consumers(); }
+};
+
+// Thread blocks of a cluster of wide.cuh.
+inline constexpr int kWideRanks = 2;
+
+// Deliberately not `inline`, see kForwardTiles.
+constexpr BackwardTile kBackwardTiles[] = {
+    {64, 128, 128, 2, false,
+     "fewest reads of shared memory; S, dP, dK, dV take 192 registers, so P in fp32 would spill"},
+    {128, 64, 128, 3, true, "dK and dV take 128 registers, which leaves room for 64 rows"},
+    {192, 64, 64 * kWideRanks, 2, false, "as head dim 256"},
+    {256, 64, 64 * kWideRanks, 2, false,
+     "S, dP in separate warpgroups read the fewest bytes of shared memory; two thread blocks share "
+     "Q, dO and dQ"},
+};
+inline constexpr int kBackwardTileCount = sizeof(kBackwardTiles) / sizeof(kBackwardTiles[0]);
+
+// The row that serves a call: the first with room for its head dim; -1 if there is none.
+constexpr int backward_tile(int head_dim, bool softcap) {
+  for (int i = 0; i < kBackwardTileCount; ++i) {
+    const BackwardTile& t = kBackwardTiles[i];
+    if (head_dim <= t.head_dim && (t.keeps_p || t.wide() || !softcap)) return i;
+  }
+  return -1;
+}
+
+inline int backward_tile(const ForwardParams& p) {
+  return backward_tile(p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v, p.softcap > 0);
+}
+
+// How many blocks of `rows` rows a batch has. In a packed batch each sequence starts a block: at
+// most one more than its rows would need, see first_block.
+constexpr int64_t block_count(bool packed, int64_t total, int length, int64_t batch, int rows) {
+  if (packed) return total / rows + batch;
+  return batch * ((int64_t{length} + rows - 1) / rows);
+}
+
+// Parts of the workspace, as offsets in bytes. Per query head and block of queries:
+//   statistics  block_m floats log2(e) lse, then block_m floats delta
+//   gradient    dQ / scale in fp32, in the order of the accumulators, see kernel.cuh
+//   tickets     deterministic calls: for each part of dQ, how many key blocks have added
+struct BackwardWorkspace {
+  int64_t statistics, gradient, tickets, counter, bytes;
+};
+
+inline BackwardWorkspace backward_layout(const BackwardParams& params) {
+  const ForwardParams& p = params.forward;
+  const BackwardTile& t = kBackwardTiles[backward_tile(p)];
+  const int64_t blocks = p.heads_q * block_count(p.packed(), p.packed() ? p.total_q : p.seqlen_q,
+                                                 p.seqlen_q, p.batch, t.block_m);
+  const auto aligned = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
+  BackwardWorkspace w{};
+  w.gradient = aligned(blocks * t.block_m * 2 * 4);
+  w.tickets = w.gradient + aligned(blocks * t.block_m * t.head_dim * 4);
+  w.counter = w.tickets + aligned(params.deterministic ? blocks * t.tickets() * 4 : 0);
+  w.bytes = w.counter + 256;
+  return w;
+}
+
+}  // namespace attnscope::sm90

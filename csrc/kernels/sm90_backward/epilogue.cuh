@@ -1,0 +1,70 @@
+// Stores fp32 accumulators as rows of a gradient.
+#pragma once
+
+#include "kernels/sm90_backward/shared.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/math.cuh"
+
+namespace attnscope::sm90 {
+
+// Stores `factor` times a warp's 16 rows of 64 columns, by way of 2 KB of shared memory, which only
+// this warp uses: eight lanes write 128 contiguous bytes of a row. `out` is the first element;
+// rows from `rows` and columns from `columns` on are left out.
+template <class Element>
+__device__ __forceinline__ void store_rows(const float* x, float factor, uint32_t shared,
+                                           Element* out, int64_t row_stride, int rows,
+                                           int columns) {
+  const int lane = threadIdx.x % 32;
+  // Rows of 128 bytes, swizzled in chunks of 16 bytes. A lane writes row lane % 16 and chunk
+  // lane / 16 of a pair; it reads row lane / 8 and chunk lane % 8.
+  const uint32_t write = shared + lane % 16 * 128 + ((lane / 16 ^ lane % 8) * 16);
+  const uint32_t read = shared + lane / 8 * 128 + ((lane % 8 ^ lane / 8) * 16);
+#pragma unroll
+  for (int chunk = 0; chunk < 8; chunk += 2) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      words[i] =
+          ptx::pack<Element>(x[4 * chunk + 2 * i] * factor, x[4 * chunk + 2 * i + 1] * factor);
+    }
+    ptx::stmatrix_x4(write ^ chunk * 16, words);
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint4 value = ptx::load_shared_v4((read ^ i % 2 * 64) + i * 512);
+    const int row = lane / 8 + i * 4, column = lane % 8 * 8;
+    if (row < rows && column < columns) {
+      *reinterpret_cast<uint4*>(out + row * row_stride + column) = value;
+    }
+  }
+  __syncwarp();
+}
+
+// Stores a consumer's dV and dK. Its own rows of V, which no other consumer reads, are the way out.
+template <class Config>
+__device__ __forceinline__ void store_key_gradients(const BackwardArguments& a,
+                                                    BackwardShared<Config>& s, int consumer,
+                                                    const float (&dk)[Config::kHeadDim / 2],
+                                                    const float (&dv)[Config::kHeadDim / 2]) {
+  using Element = typename Config::Element;
+  const BackwardParams& p = a.params;
+  const KeyTile& t = s.tile;
+  const int first = consumer * 64 + threadIdx.x / 32 % 4 * 16;
+  ptx::barrier_sync(1 + consumer, 128);  // after the last product of each warp
+  const auto store = [&](const float* x, float factor, void* data, const Strides& stride, int dim) {
+    Element* out = static_cast<Element*>(data) + t.batch * stride.batch +
+                   int64_t{t.k_row + first} * stride.row + t.head_kv * stride.head;
+#pragma unroll
+    for (int block = 0; block < Config::kHeadDim / 64; ++block) {
+      store_rows<Element>(
+          x + 32 * block, factor,
+          ptx::shared_address(s.v) + (block * Config::kBlockN + first) * Config::kRowBytes,
+          out + block * 64, stride.row, t.rows - first, dim - block * 64);
+    }
+  };
+  store(dv, 1.0f, p.dv, p.dv_stride, p.forward.head_dim_v);
+  store(dk, a.scale, p.dk, p.dk_stride, p.forward.head_dim);
+}
+
+}  // namespace attnscope::sm90

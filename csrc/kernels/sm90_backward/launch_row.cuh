@@ -1,0 +1,128 @@
+// The launch of a row of the table: arguments, then preprocess, main and postprocess kernel.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <climits>
+
+#include "attn/device.h"
+#include "kernels/sm90_backward/preprocess.cuh"
+#include "kernels/sm90_backward/shared.cuh"
+
+namespace attnscope::sm90 {
+
+constexpr int ceil_div(int value, int divisor) { return value / divisor + (value % divisor != 0); }
+
+// Boxes of `key_rows` rows of K and V, and `query_rows` of Q and dO.
+inline bool encode_tensor_maps(BackwardArguments& a, int key_rows, int query_rows) {
+  const ForwardParams& p = a.params.forward;
+  const int64_t batch = p.packed() ? 1 : p.batch;
+  const int64_t rows_q = p.packed() ? p.total_q : p.seqlen_q,
+                rows_k = p.packed() ? p.total_k : p.seqlen_k;
+  return encode_keys(&a.k, p.dtype, p.k, p.k_stride, batch, p.heads_kv, rows_k, p.head_dim,
+                     key_rows) &&
+         encode_keys(&a.v, p.dtype, p.v, p.v_stride, batch, p.heads_kv, rows_k, p.head_dim_v,
+                     key_rows) &&
+         encode_keys(&a.q, p.dtype, p.q, p.q_stride, batch, p.heads_q, rows_q, p.head_dim,
+                     query_rows) &&
+         encode_keys(&a.dout, p.dtype, a.params.dout, a.params.dout_stride, batch, p.heads_q,
+                     rows_q, p.head_dim_v, query_rows);
+}
+
+// Blocks of queries, and tiles of keys, of the whole call.
+inline int64_t query_places(const ForwardParams& p, const BackwardTile& t) {
+  return p.heads_q * block_count(p.packed(), p.total_q, p.seqlen_q, p.batch, t.block_m);
+}
+inline int64_t key_tiles(const ForwardParams& p, const BackwardTile& t) {
+  return p.heads_kv * block_count(p.packed(), p.total_k, p.seqlen_k, p.batch, t.block_n);
+}
+
+// Launches a kernel; if `early`, it may start before the one before has ended, see
+// launch_dependents.
+inline cudaError_t launch_kernel(void (*kernel)(BackwardArguments), bool early, unsigned blocks,
+                                 int threads, int shared_bytes, cudaStream_t stream,
+                                 const BackwardArguments& a) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = blocks;
+  config.blockDim = static_cast<unsigned>(threads);
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = early ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, a);
+}
+
+// Launches the kernels of `Kernels`: kMain with kBlocks thread blocks for each tile of keys, kPost
+// with kPostThreads threads for each block of queries; see launch.cu.
+template <class Kernels>
+cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cudaStream_t stream) {
+  using Config = typename Kernels::Config;
+  const ForwardParams& p = params.forward;
+  constexpr BackwardTile kTile = Config::kTile;
+  BackwardArguments a{};
+  a.params = params;
+  a.scores = score_scales(p);
+  a.scale = static_cast<float>(p.scale);
+  a.inverse_cap = p.softcap > 0 ? static_cast<float>(1.0 / p.softcap) : 0.0f;
+  a.packed = p.packed();
+  a.group = p.heads_q / std::max(p.heads_kv, 1);
+  a.heads_kv = Divisor::of(std::max(p.heads_kv, 1));
+  a.query_blocks =
+      static_cast<int>(block_count(a.packed, p.total_q, p.seqlen_q, p.batch, Config::kBlockM));
+  a.all_queries = Divisor::of(std::max(a.query_blocks, 1));
+  a.dense_queries = Divisor::of(std::max(ceil_div(p.seqlen_q, Config::kBlockM), 1));
+  a.key_blocks = Divisor::of(
+      std::max<int>(1, block_count(a.packed, p.total_k, p.seqlen_k, p.batch, kTile.block_n)));
+  const int64_t bytes =
+      int64_t{p.seqlen_q} * a.group * (2 * (p.head_dim + p.head_dim_v) + 4 * Config::kHeadDim);
+  const bool first_are_longest = p.window_right >= 0 && p.window_left < 0;
+  a.order = tile_order(ceil_div(p.seqlen_k, kTile.block_n), p.batch, p.heads_kv, p.heads_kv, bytes,
+                       first_are_longest);
+  if (params.deterministic && !first_are_longest) {
+    // Tiles that take turns one after the other start one after the other, see Turns: at any time
+    // tiles of about `section` heads run.
+    a.order.section = std::clamp(device.sms / Kernels::kBlocks / std::max(a.order.m_blocks, 1), 1,
+                                 std::max(a.order.heads, 1));
+  }
+  const BackwardWorkspace w = backward_layout(params);
+  char* workspace = static_cast<char*>(params.workspace);
+  a.statistics = reinterpret_cast<float*>(workspace);
+  a.gradient = reinterpret_cast<float*>(workspace + w.gradient);
+  a.tickets = params.deterministic ? reinterpret_cast<int*>(workspace + w.tickets) : nullptr;
+  a.counter = reinterpret_cast<int*>(workspace + w.counter);
+
+  if (p.total_q > 0 && p.total_k > 0 &&
+      !encode_tensor_maps(a, Kernels::kKeyRows, Kernels::kQueryRows)) {
+    return cudaErrorInvalidValue;
+  }
+  constexpr int kSharedBytes = Kernels::kSharedBytes;
+  static_assert(kSharedBytes <= 232448, "shared memory of a thread block");
+  if (cudaError_t error = allow_shared_memory<Kernels::kMain>(device.device, kSharedBytes);
+      error != cudaSuccess) {
+    return error;
+  }
+  const bool empty = p.batch == 0;
+  const auto places = static_cast<unsigned>(empty ? 0 : query_places(p, kTile));
+  const auto tiles = static_cast<unsigned>(empty || p.total_k == 0 ? 0 : key_tiles(p, kTile));
+  backward_preprocess_kernel<Config><<<std::max(places, 1u), kPreprocessThreads, 0, stream>>>(a);
+  cudaError_t error = cudaGetLastError();
+  if (error == cudaSuccess && tiles > 0) {
+    error = launch_kernel(Kernels::kMain, Kernels::kStartEarly, tiles * Kernels::kBlocks,
+                          kTile.threads(), kSharedBytes, stream, a);
+  }
+  if (error == cudaSuccess && places > 0) {
+    error = launch_kernel(Kernels::kPost, Kernels::kStartEarly, places, Kernels::kPostThreads, 0,
+                          stream, a);
+  }
+  return error;
+}
+
+// Head dims above 128, see launch_wide.cu.
+cudaError_t launch_wide(const BackwardParams& params, const DeviceFacts& device,
+                        cudaStream_t stream);
+
+}  // namespace attnscope::sm90

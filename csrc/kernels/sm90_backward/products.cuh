@@ -1,0 +1,65 @@
+// The products of a consumer, each one wgmma group.
+//
+// Tiles in shared memory are column blocks of [rows][64] elements: a row is 128 bytes, its eight
+// 16-byte chunks permuted by the row number modulo 8 (TMA's 128-byte swizzle), and 8 rows are one
+// 1024-byte atom. A product 16 deep reads such a tile in one of two ways.
+//   K-major  the 16 are columns: 32 bytes further in each row. Four products cross an atom's row;
+//            then comes the next column block. M or N runs down the rows, atoms 1024 bytes apart.
+//   N-major  the 16 are rows: two atoms, 1024 bytes apart. The next product starts 2048 bytes
+//            later. N runs along a row and on into the next column block, rows * 128 bytes further
+//            (the descriptor's leading bytes). The forward reads V in this way.
+#pragma once
+
+#include "kernels/sm90_backward/shared.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace attnscope::sm90 {
+
+// S^T or dP^T [64 keys, kBlockM] = K or V, times Q or dO transposed. `keys` is the consumer's first
+// row of a tile of kBlockN rows.
+template <class Config>
+__device__ __forceinline__ void issue_scores(float (&d)[Config::kBlockM / 2],
+                                             ptx::WgmmaDescriptor keys,
+                                             ptx::WgmmaDescriptor queries) {
+  constexpr int kKeyColumns = Config::kBlockN * Config::kRowBytes;
+  constexpr int kQueryColumns = Config::kBlockM * Config::kRowBytes;
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < Config::kHeadDim / 16; ++step) {
+    ptx::WgmmaShared<typename Config::Element, Config::kBlockM>::mma(
+        d, keys.at(step / 4 * kKeyColumns + step % 4 * 32),
+        queries.at(step / 4 * kQueryColumns + step % 4 * 32), step > 0);
+  }
+  ptx::wgmma_commit();
+}
+
+// dV or dK [64 keys, kHeadDim] += P^T or dS^T, from registers, times dO or Q, N-major.
+template <class Config>
+__device__ __forceinline__ void issue_key_gradient(float (&d)[Config::kHeadDim / 2],
+                                                   const uint32_t (&scores)[Config::kBlockM / 4],
+                                                   ptx::WgmmaDescriptor queries) {
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < Config::kBlockM / 16; ++step) {
+    ptx::WgmmaRegister<typename Config::Element, Config::kHeadDim>::mma(
+        d, &scores[4 * step], queries.at(step * 16 * Config::kRowBytes));
+  }
+  ptx::wgmma_commit();
+}
+
+// A consumer's part of dQ, 64 x 64: dS [64, kBlockN], a column block for each consumer's keys,
+// times 64 columns of K, N-major.
+template <class Config>
+__device__ __forceinline__ void issue_query_gradient(float (&d)[32], ptx::WgmmaDescriptor ds,
+                                                     ptx::WgmmaDescriptor keys) {
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < Config::kBlockN / 16; ++step) {
+    ptx::WgmmaSharedNMajor<typename Config::Element, 64>::mma(
+        d, ds.at(step / 4 * Config::kScoreBytes + step % 4 * 32),
+        keys.at(step * 16 * Config::kRowBytes), step > 0);
+  }
+  ptx::wgmma_commit();
+}
+
+}  // namespace attnscope::sm90

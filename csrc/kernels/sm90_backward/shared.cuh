@@ -1,0 +1,162 @@
+// What the roles share: the configuration, the arguments, shared memory and its barriers.
+#pragma once
+
+#include "attn/block_range.cuh"
+#include "attn/divisor.h"
+#include "attn/params.h"
+#include "attn/ring.cuh"
+#include "attn/score_scales.h"
+#include "attn/seqlen.cuh"
+#include "attn/tensor_map.h"
+#include "attn/tile_order.cuh"
+#include "kernels/sm90_backward/config.cuh"
+#include "ptx/address.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
+
+namespace attnscope::sm90 {
+
+template <class Element_, int kRow>
+struct BackwardConfig {
+  using Element = Element_;
+  static constexpr BackwardTile kTile = kBackwardTiles[kRow];
+  static constexpr int kHeadDim = kTile.head_dim;
+  static constexpr int kBlockM = kTile.block_m;
+  static constexpr int kBlockN = kTile.block_n;
+  static constexpr int kStages = kTile.stages;
+  static constexpr int kConsumers = kTile.consumers();
+  static constexpr int kThreads = kTile.threads();
+  static constexpr int kTickets = kTile.tickets();  // of a block of queries
+  static constexpr int kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters = 240;
+  static constexpr int kRowBytes = 128;  // one swizzled row of a 64-element column block
+  static constexpr int kKeyBytes = 2 * kBlockN * kHeadDim;    // of K or V
+  static constexpr int kQueryBytes = 2 * kBlockM * kHeadDim;  // of Q or dO
+  static constexpr int kScoreBytes = 2 * kBlockM * 64;        // of a consumer's dS
+  // A consumer computes a part of dQ [kBlockM, kHeadDim]: 64 rows or 64 columns.
+  static constexpr bool kSplitRows = kBlockM == 128;
+  static constexpr bool kKeepsP = kTile.keeps_p;
+  static constexpr int kPartFloats = 64 * 64;
+  static constexpr int kGradientFloats = kBlockM * kHeadDim;  // of dQ of a block
+
+  static_assert(kHeadDim % 64 == 0, "column blocks have 64 elements");
+  static_assert(kConsumers == 2 && kGradientFloats == kConsumers * kPartFloats,
+                "each consumer computes one part of dQ");
+};
+
+// One tile of keys, described once for all roles. Blocks are blocks of queries.
+struct alignas(128) KeyTile {
+  int rows;       // keys of the tile; 0: there is no tile
+  int head_kv;    // its first query head is head_kv * group
+  int batch;      // index into the tensors; 0 when packed
+  int q_row;      // row of the tensors where the sequence's queries begin
+  int k_row;      // row of the tensors where the tile begins
+  int first_key;  // key of the sequence where the tile begins
+  int key_block;  // number of the tile in its sequence
+  int seqlen_q, seqlen_k;
+  int first_block;         // number of the sequence's first block among those of a head
+  int begin, end;          // the blocks that see a key of the tile
+  BlockRange consumer[2];  // full_begin, full_end: where all rows see all of a consumer's 64 keys
+};
+
+// Barriers are named by the event that completes them.
+template <class Config>
+struct BackwardShared {
+  using Element = typename Config::Element;
+  static constexpr int kStages = Config::kStages;
+  static constexpr int kTileElements = Config::kBlockN * Config::kHeadDim;
+  static constexpr int kBlockElements = Config::kBlockM * Config::kHeadDim;
+  alignas(1024) Element k[kTileElements];
+  alignas(1024) Element v[kTileElements];  // at the end: dV and dK on the way out
+  alignas(1024) Element q[kStages][kBlockElements];
+  alignas(1024) Element dout[kStages][kBlockElements];
+  // dS [kBlockM, 64 keys] of each consumer.
+  alignas(1024) Element ds[2][Config::kConsumers][Config::kBlockM * 64];
+  // Each consumer's part of dQ, on its way out.
+  alignas(128) float dq[Config::kConsumers][Config::kPartFloats];
+  alignas(128) float lse_log2[kStages][Config::kBlockM];
+  alignas(128) float delta[kStages][Config::kBlockM];
+  KeyTile tile;
+  uint64_t k_full, v_full;
+  uint64_t q_full[kStages];     // Q and lse_log2
+  uint64_t dout_full[kStages];  // dO and delta
+  uint64_t empty[kStages];      // all four
+  uint64_t ds_full[2];
+  uint64_t dq_full[Config::kConsumers];
+  uint64_t dq_empty[Config::kConsumers];
+};
+
+struct BackwardArguments {
+  TensorMap q, k, v, dout;
+  BackwardParams params;
+  TileOrder order;  // dense
+  ScoreScales scores;
+  float scale, inverse_cap;
+  Divisor heads_kv;
+  int group;              // query heads of a key head
+  int query_blocks;       // of a head, in the whole batch
+  Divisor all_queries;    // the same
+  Divisor key_blocks;     // packed: of a key head, in the whole batch
+  Divisor dense_queries;  // dense: blocks of queries in a sequence
+  bool packed;
+  float* statistics;
+  float* gradient;
+  int* tickets;  // null unless deterministic
+  int* counter;
+};
+
+// The number of the first block of a sequence among those of a packed batch. Sequences that end and
+// start within one block of `rows` rows must not share it: so each adds one. floor(a / n) + 1 +
+// floor(b / n) >= floor((a + b) / n), so the blocks of a sequence end before the next one's begin.
+__device__ __forceinline__ int first_block(const int32_t* cu_seqlens, int64_t total, int sequence,
+                                           int rows) {
+  const int begin =
+      min(max(cu_seqlens[sequence], 0), static_cast<int>(min(total, int64_t{INT_MAX})));
+  return begin / rows + sequence;
+}
+
+// The sequence of a packed batch that block number `block` belongs to, if any: the last one whose
+// first block is not after it. Warp-converged.
+__device__ __forceinline__ int find_sequence(const int32_t* cu_seqlens, int64_t total, int batch,
+                                             int rows, int block) {
+  int low = 0;
+  for (int count = batch; count > 1;) {
+    const int step = (count + 31) / 32;
+    const int candidate = low + ptx::lane() * step;
+    const bool before =
+        candidate < low + count && first_block(cu_seqlens, total, candidate, rows) <= block;
+    const int chosen = max(__popc(__ballot_sync(0xffffffffu, before)) - 1, 0) * step;
+    count = min(step, count - chosen);
+    low += chosen;
+  }
+  return low;
+}
+
+// A block of rows: the place of block number `index` of the whole batch.
+struct RowBlock {
+  Segment segment;
+  int block;  // number in the sequence
+  int first;  // row of the sequence where the block begins
+  int rows;   // that the block has; 0 or less: none
+};
+
+// The queries of block number `index`. Warp-converged.
+template <class Config>
+__device__ __forceinline__ RowBlock query_block(const BackwardArguments& a, int index) {
+  const ForwardParams& p = a.params.forward;
+  RowBlock b;
+  int sequence;
+  if (a.packed) {
+    sequence = find_sequence(p.cu_seqlens_q, p.total_q, p.batch, Config::kBlockM, index);
+    b.block = index - first_block(p.cu_seqlens_q, p.total_q, sequence, Config::kBlockM);
+  } else {
+    sequence = index / a.dense_queries;
+    b.block = index - sequence * a.dense_queries.divisor;
+  }
+  b.segment = segment(p.cu_seqlens_q, p.total_q, p.seqlen_q, sequence);
+  b.first = b.block * Config::kBlockM;
+  b.rows = b.block < 0 ? 0 : min(Config::kBlockM, b.segment.length - b.first);
+  return b;
+}
+
+}  // namespace attnscope::sm90

@@ -1,0 +1,83 @@
+// Which tile of keys a thread block works on, and the queries that see it.
+#pragma once
+
+#include "kernels/sm90_backward/shared.cuh"
+
+namespace attnscope::sm90 {
+
+// Tiles with the most queries come first. A deterministic call takes the last key blocks of a
+// sequence first, see Turns.
+template <class Config>
+__device__ __forceinline__ void find_tile(const BackwardArguments& a, int index, int& head_kv,
+                                          int& sequence, int& key_block) {
+  const ForwardParams& p = a.params.forward;
+  if (a.packed) {
+    int block;
+    if (a.tickets != nullptr) {
+      const int before = index / a.heads_kv;
+      head_kv = index - before * a.heads_kv.divisor;
+      block = a.key_blocks.divisor - 1 - before;
+    } else {
+      head_kv = index / a.key_blocks;
+      block = index - head_kv * a.key_blocks.divisor;
+    }
+    sequence = find_sequence(p.cu_seqlens_k, p.total_k, p.batch, Config::kBlockN, block);
+    key_block = block - first_block(p.cu_seqlens_k, p.total_k, sequence, Config::kBlockN);
+  } else {
+    const Tile tile = tile_at(a.order, index);
+    sequence = tile.head / a.heads_kv;
+    head_kv = tile.head - sequence * a.heads_kv.divisor;
+    key_block = a.tickets != nullptr ? tile.m_block : a.order.m_blocks - 1 - tile.m_block;
+  }
+}
+
+// The number of this thread block's tile. Warp-converged.
+__device__ __forceinline__ int take_tile(const BackwardArguments& a) {
+  int index = blockIdx.x;
+  if (a.tickets != nullptr) {
+    if (ptx::lane() == 0) index = ptx::atomic_add(a.counter, 1);
+    index = __shfl_sync(0xffffffffu, index, 0);
+  }
+  return index;
+}
+
+// Describes tile number `index`: one lane for each consumer's blocks, one for the rest.
+// Warp-converged.
+template <class Config>
+__device__ __forceinline__ void describe_tile(const BackwardArguments& a, int index, KeyTile& t) {
+  const ForwardParams& p = a.params.forward;
+  const int lane = ptx::lane();
+  int head_kv, sequence, key_block;
+  find_tile<Config>(a, index, head_kv, sequence, key_block);
+  const Segment seg_q = segment(p.cu_seqlens_q, p.total_q, p.seqlen_q, sequence);
+  const Segment seg_k = segment(p.cu_seqlens_k, p.total_k, p.seqlen_k, sequence);
+  const int first_key = key_block * Config::kBlockN;
+  // The window of a key: query i sees key j if j - shift - right <= i <= j - shift + left.
+  const Window queries{seg_q.length - seg_k.length, p.window_right, p.window_left};
+  const bool is_consumer = lane < Config::kConsumers;
+  const int begin_key = first_key + (is_consumer ? 64 * lane : 0);
+  const int end_key = min(begin_key + (is_consumer ? 64 : Config::kBlockN), seg_k.length);
+  if (lane > Config::kConsumers) return;
+  BlockRange range = block_range(queries, begin_key, end_key, seg_q.length, Config::kBlockM);
+  if (is_consumer) {
+    // Keys past the end need a mask in every block.
+    if (end_key < begin_key + 64) range.full_begin = INT_MAX;
+    t.consumer[lane] = range;
+  } else {
+    t.rows = key_block < 0 ? 0 : max(end_key - begin_key, 0);
+    t.head_kv = head_kv;
+    t.batch = seg_k.batch;
+    t.q_row = static_cast<int>(seg_q.row);
+    t.k_row = static_cast<int>(seg_k.row) + first_key;
+    t.first_key = first_key;
+    t.key_block = key_block;
+    t.seqlen_q = seg_q.length;
+    t.seqlen_k = seg_k.length;
+    t.first_block = a.packed ? first_block(p.cu_seqlens_q, p.total_q, sequence, Config::kBlockM)
+                             : sequence * a.dense_queries.divisor;
+    t.begin = range.begin;
+    t.end = range.end;
+  }
+}
+
+}  // namespace attnscope::sm90

@@ -1,0 +1,50 @@
+// Turns: the order in which key blocks add to dQ in a deterministic call.
+//
+// A writer adds the same part of a block of dQ in every thread block. So writers take turns: the
+// ticket of (query head, block of queries, part) counts the key blocks that have added.
+// The last key block that a query sees adds first, the others in descending order: under a causal
+// mask a tile then starts at the block of queries where its turn is the first.
+//
+// Progress: tiles are taken from a counter, the last key blocks of a sequence first. A tile waits
+// only for tiles of later key blocks. Those were taken before, so they run or have ended, and
+// the one taken first waits for none.
+#pragma once
+
+#include "kernels/sm90_backward/shared.cuh"
+#include "ptx/reduce.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/tma.cuh"
+
+namespace attnscope::sm90 {
+
+// Bounds that descend (the contents of cu_seqlens are not trusted) may hide tiles: then nobody
+// waits.
+__device__ __forceinline__ void await_turn(const BackwardArguments& a, const int* ticket,
+                                           int turn) {
+  while (ptx::load_acquire(ticket) < turn && a.counter[1] == 0) {
+  }
+}
+
+template <class Config>
+struct Turns {
+  // Waits until all earlier key blocks have added to `part` of dQ, of a block of queries.
+  __device__ __forceinline__ static void await(const BackwardArguments& a, const KeyTile& t,
+                                               int part, int block) {
+    const ForwardParams& p = a.params.forward;
+    const Window window{t.seqlen_k - t.seqlen_q, p.window_left, p.window_right};
+    const int last_row = min((block + 1) * Config::kBlockM, t.seqlen_q) - 1;
+    const int last_block = (window.end_key(last_row, t.seqlen_k) - 1) / Config::kBlockN;
+    const int turn = last_block - t.key_block;
+    await_turn(a, a.tickets + part, turn);
+    ptx::fence_proxy_async_global();
+  }
+
+  // Waits for this thread's additions, and passes the turn on.
+  __device__ __forceinline__ static void finish(const BackwardArguments& a, int part) {
+    ptx::tma_store_wait<0>();
+    ptx::fence_proxy_async_global();
+    ptx::release_add(a.tickets + part);
+  }
+};
+
+}  // namespace attnscope::sm90

@@ -1,0 +1,100 @@
+// Attention backward for Hopper (sm_90a), head dims 136 to 256.
+//
+// Problem   dq, dk, dv of out = softmax(mask(cap(q k^T scale))) v, see attn/params.h.
+// Roles     A cluster of two thread blocks, 64 keys each. Warpgroup 0: one thread loads by TMA.
+//           1: S^T, P^T, dV. 2: dP^T, dS^T, dK. 3: dQ, and its way to global memory.
+// Pipeline  Steps over the query heads and query blocks that see the cluster's 128 keys. P^T and
+//           dS^T stay in registers as A operands of dV += P^T dO and dK += dS^T Q. Through shared
+//           memory go P, to 2, and dS, to 3 of both blocks: each computes half of the columns of
+//           dQ = dS K, of 128 keys. Each loads half of Q and dO, for both.
+// Layouts   dQ of a block of queries in fp32: column blocks of 64, each [4 warps][8 column groups]
+//           [32 lanes][4]; the 4 are rows g and g + 8 of the warp's 16, two columns each.
+// Limits    bf16, fp16; head dims in multiples of 8.
+// Test      tests/ops/test_backward_gpu.py; bench: attnscope bench --mode backward --impl cuda.
+#pragma once
+
+#include "kernels/sm90_backward/tiles.cuh"
+#include "kernels/sm90_backward/wide_consumer.cuh"
+#include "kernels/sm90_backward/wide_producer.cuh"
+#include "kernels/sm90_backward/wide_query.cuh"
+#include "kernels/sm90_backward/wide_shared.cuh"
+
+namespace attnscope::sm90 {
+
+template <class Config>
+__device__ __forceinline__ void init_barriers(WideShared<Config>& s) {
+  using ptx::shared_address;
+  const auto init = [](uint64_t& barrier, int arrivals) {
+    ptx::mbarrier_init(shared_address(&barrier), arrivals);
+  };
+  constexpr int kWarps = 4 * Config::kRanks;  // of one warpgroup of each rank
+  init(s.k_full, 1);
+  init(s.v_full, 1);
+  for (uint64_t& barrier : s.q_full) init(barrier, 1);
+  for (uint64_t& barrier : s.q_empty) init(barrier, kWarps);
+  for (uint64_t& barrier : s.dout_full) init(barrier, 1);
+  for (uint64_t& barrier : s.dout_empty) init(barrier, 2 * kWarps);
+  init(s.weights_full, 4);
+  init(s.weights_empty, 4);
+  for (uint64_t& barrier : s.ds_full) init(barrier, 1);
+  for (uint64_t& barrier : s.ds_empty) init(barrier, kWarps);
+  ptx::fence_mbarrier_init();
+}
+
+// All threads of the cluster.
+template <class Config>
+__device__ __forceinline__ void sync_ranks() {
+  if constexpr (Config::kRanks == 1) {
+    __syncthreads();
+  } else {
+    ptx::cluster_sync();
+  }
+}
+
+template <class Config>
+__global__ void __cluster_dims__(Config::kRanks, 1, 1) __launch_bounds__(Config::kThreads, 1)
+    wide_backward_kernel(const __grid_constant__ BackwardArguments a) {
+  extern __shared__ __align__(1024) char shared_memory[];
+  auto& s = *reinterpret_cast<WideShared<Config>*>(shared_memory);
+  const int rank = Config::kRanks == 1 ? 0 : ptx::uniform(ptx::cluster_rank());
+
+  if (threadIdx.x == 0) {
+    init_barriers<Config>(s);
+    if (a.tickets != nullptr && rank == 0) s.index = ptx::atomic_add(a.counter, 1);
+  }
+  sync_ranks<Config>();  // also before a block writes to the other's shared memory
+  if (threadIdx.x / 32 == 0) {
+    int index = blockIdx.x / Config::kRanks;
+    if (a.tickets != nullptr) {
+      index = Config::kRanks == 1
+                  ? s.index
+                  : ptx::load_cluster(ptx::cluster_address(ptx::shared_address(&s.index), 0));
+    }
+    describe_tile<WideTileConfig>(a, index, s.tile);
+  }
+  __syncthreads();
+
+  // Each role ends with a barrier of the cluster: until then the other block may write to this
+  // one's shared memory.
+  const bool any = s.tile.rows > 0;
+  if (threadIdx.x < 128) {
+    ptx::setmaxnreg_dec<Config::kProducerRegisters>();
+    if (threadIdx.x == 0 && any && s.tile.begin < s.tile.end) produce_wide<Config>(a, s, rank);
+    __syncwarp();
+    sync_ranks<Config>();
+  } else if (threadIdx.x < 256) {
+    ptx::setmaxnreg_inc<Config::kValueRegisters>();
+    if (any) ValueConsumer<Config>(a, s, rank).run();
+    sync_ranks<Config>();
+  } else if (threadIdx.x < 384) {
+    ptx::setmaxnreg_inc<Config::kKeyRegisters>();
+    if (any) KeyConsumer<Config>(a, s, rank).run();
+    sync_ranks<Config>();
+  } else {
+    ptx::setmaxnreg_dec<Config::kQueryRegisters>();
+    if (any) QueryConsumer<Config>(a, s, rank).run();
+    sync_ranks<Config>();
+  }
+}
+
+}  // namespace attnscope::sm90

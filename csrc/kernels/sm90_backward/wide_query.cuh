@@ -1,0 +1,154 @@
+// The warpgroup of the wide kernel that computes dQ and adds it to global memory.
+#pragma once
+
+#include "kernels/sm90_backward/turns.cuh"
+#include "kernels/sm90_backward/wide_shared.cuh"
+#include "ptx/reduce.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace attnscope::sm90 {
+
+template <class Config>
+class QueryConsumer : WideRole<Config> {
+  using Base = WideRole<Config>;
+  using Base::a, Base::s, Base::rank, Base::begin, Base::end, Base::block, Base::steps;
+  using Base::kBlockM, Base::wait;
+  static constexpr int kRanks = Config::kRanks, kColumnBlocks = Config::kColumnBlocks;
+  static constexpr int kProductBlocks = Config::kProductColumns / 64;
+  static constexpr int kBarrier = 3;
+  using Gradient = float[Config::kProductColumns / 2];
+
+ public:
+  __device__ __forceinline__ QueryConsumer(const BackwardArguments& a, WideShared<Config>& s,
+                                           int rank)
+      : Base(a, s, rank) {
+    place = ptx::uniform(s.tile.head_kv) * a.group * a.query_blocks +
+            ptx::uniform(s.tile.first_block) + begin;
+  }
+
+  __device__ __forceinline__ void run() {
+    if (steps == 0) return;
+    prepare_keys();
+#pragma unroll 1
+    for (int i = 0; i < steps; ++i) {
+      const Slot<Config::kScoreStages> slot(i);
+      const int products = product_count(i);
+      wait(s.ds_full[slot.stage], slot.parity);
+#pragma unroll 1
+      for (int j = 0; j < products; ++j) {
+        const int column = column_block(j);
+        Gradient dq;
+        issue_query_gradient(dq, slot.stage, column);
+        ptx::wgmma_wait<0>();
+        ptx::pin_registers(dq);
+        if (j + 1 == products) Base::release_ranks(s.ds_empty[slot.stage]);
+        await_turn(column);
+        add(dq, column);
+        finish_turn(column);
+      }
+      place += block == end - 1 ? a.query_blocks - (end - 1 - begin) : 1;
+      Base::advance_block();
+    }
+    ptx::tma_store_wait_read<0>();
+  }
+
+ private:
+  // The products of step `i`, and the first of the column blocks of product `j`, see WideConfig.
+  __device__ __forceinline__ int product_count(int i) const {
+    if constexpr (kRanks == 1) return kColumnBlocks / kProductBlocks;
+    if constexpr (kColumnBlocks == 4) return 2 / kProductBlocks;
+    return (i + rank) % 2 + 1;
+  }
+  __device__ __forceinline__ int column_block(int j) const {
+    if constexpr (kRanks == 1) return j * kProductBlocks;
+    if constexpr (kColumnBlocks == 4) return 2 * rank + j;
+    return j == 0 ? 2 * rank : 1;
+  }
+
+  __device__ __forceinline__ void prepare_keys() const {
+    wait(s.k_full, 0);
+    if (!a.packed || s.tile.rows == 64 * kRanks) return;
+    Base::clear_rows(s.k, kColumnBlocks, Base::rows(rank), kBarrier);
+    if constexpr (kRanks == 2) {
+      Base::clear_rows(s.peer_k, Config::kPeerBlocks, Base::rows(1 - rank), kBarrier);
+    }
+  }
+
+  // Columns of dQ [64, .]: dS of each rank, K-major, times its K, N-major. In the order of the
+  // ranks, so that both compute the same bits.
+  __device__ __forceinline__ void issue_query_gradient(Gradient& dq, int stage, int column) const {
+    const uint32_t own = ptx::shared_address(s.k) + column * Config::kColumnBytes;
+    const uint32_t peer = ptx::shared_address(s.peer_k) +
+                          (column - rank * (kColumnBlocks - 2)) * Config::kColumnBytes;
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int r = 0; r < kRanks; ++r) {
+      const ptx::WgmmaDescriptor keys = Base::descriptor(kRanks == 1 || rank == r ? own : peer);
+      const ptx::WgmmaDescriptor ds =
+          Base::descriptor(ptx::shared_address(s.ds) + (stage * kRanks + r) * Config::kScoreBytes);
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+        ptx::WgmmaSharedNMajor<typename Config::Element, Config::kProductColumns>::mma(
+            dq, ds.at(step * 32), keys.at(step * 16 * Config::kRowBytes), r + step > 0);
+      }
+    }
+    ptx::wgmma_commit();
+  }
+
+  // Adds a product. A warp's 16 rows of a column block are 4 KB, see wide.cuh.
+  __device__ __forceinline__ void add(const Gradient& dq, int column) const {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    float* gradient = a.gradient + int64_t{place} * Config::kGradientFloats +
+                      column * Config::kPartFloats + warp * 1024;
+    constexpr int kGroups = Config::kProductColumns / 8;  // of 8 columns
+    static_assert(kGroups / 4 % Config::kGradientStages == 0, "each product starts at buffer 0");
+#pragma unroll
+    for (int i = 0; i < kGroups; i += 4) {
+      const uint32_t staging = ptx::shared_address(s.dq[warp][i / 4 % Config::kGradientStages]);
+      ptx::tma_store_wait_read<Config::kGradientStages - 1>();
+      __syncwarp();
+#pragma unroll
+      for (int j = i; j < i + 4; ++j) {
+        ptx::store_shared_v4(staging + j % 4 * 512 + lane * 16, dq[4 * j], dq[4 * j + 1],
+                             dq[4 * j + 2], dq[4 * j + 3]);
+      }
+      ptx::fence_proxy_async();
+      __syncwarp();
+      if (lane == 0) {
+        ptx::bulk_add(gradient + i / 8 * Config::kPartFloats + i % 8 * 128, staging, 2048);
+        ptx::tma_store_commit();
+      }
+      __syncwarp();
+    }
+  }
+
+  // Deterministic calls: each warp has turns of its own, see turns.cuh.
+  __device__ __forceinline__ void await_turn(int column) const {
+    if (a.tickets == nullptr) return;
+    const KeyTile& t = s.tile;
+    const ForwardParams& p = a.params.forward;
+    const Window window{t.seqlen_k - t.seqlen_q, p.window_left, p.window_right};
+    const int last_row = min((block + 1) * kBlockM, t.seqlen_q) - 1;
+    const int last_block = (window.end_key(last_row, t.seqlen_k) - 1) / WideTileConfig::kBlockN;
+    if (threadIdx.x % 32 == 0) {
+      sm90::await_turn(a, ticket(column), last_block - t.key_block);
+      ptx::fence_proxy_async_global();
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ void finish_turn(int column) const {
+    if (a.tickets == nullptr) return;
+    ptx::tma_store_wait<0>();
+    ptx::fence_proxy_async_global();
+    __threadfence();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::release_add(ticket(column));
+  }
+  __device__ __forceinline__ int* ticket(int column) const {
+    return a.tickets + (int64_t{place} * kColumnBlocks + column) * 4 + threadIdx.x / 32 % 4;
+  }
+
+  int place;  // of dQ: its block among those of all heads
+};
+
+}  // namespace attnscope::sm90

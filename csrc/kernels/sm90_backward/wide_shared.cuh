@@ -1,0 +1,192 @@
+// What the roles of the wide kernel share, see wide.cuh.
+#pragma once
+
+#include "kernels/sm90_backward/shared.cuh"
+#include "ptx/cluster.cuh"
+
+namespace attnscope::sm90 {
+
+// A tile of keys as describe_tile knows it: of a cluster, with 64 keys for each thread block.
+struct WideTileConfig {
+  static constexpr int kBlockM = 64;
+  static constexpr int kBlockN = 64 * kWideRanks;
+  static constexpr int kConsumers = kWideRanks;
+};
+
+template <class Element_, int kRow>
+struct WideConfig {
+  using Element = Element_;
+  static constexpr BackwardTile kTile = kBackwardTiles[kRow];
+  static constexpr int kRanks = kWideRanks;  // thread blocks of a cluster
+  static constexpr int kHeadDim = kTile.head_dim;
+  static constexpr int kColumnBlocks = kHeadDim / 64;
+  static constexpr int kBlockM = 64;
+  static constexpr int kBlockN = 64;  // keys of a thread block
+  static constexpr int kStages = kTile.stages;
+  // What fits: with two ranks, head dim 256 has room for one buffer of dO.
+  static constexpr int kDoutStages = kHeadDim == 256 && kRanks == 2 ? 1 : 2;
+  static constexpr int kScoreStages = kHeadDim == 256 ? 1 : 2;
+  static constexpr int kGradientStages = 2;
+  static constexpr int kThreads = kTile.threads();
+  static constexpr int kTickets = kTile.tickets();  // of a block of queries
+  // Each multiprocessor has 512 registers for the four threads of one number. The first warpgroup
+  // loads, the others see wide.cuh.
+  static constexpr int kProducerRegisters = 24;
+  static constexpr int kValueRegisters = 208;
+  static constexpr int kKeyRegisters = 208;
+  static constexpr int kQueryRegisters = 72;
+  static constexpr int kRowBytes = 128;  // one swizzled row of a 64-element column block
+  static constexpr int kColumnBytes = 64 * kRowBytes;       // of a column block of 64 rows
+  static constexpr int kTileBytes = 2 * 64 * kHeadDim;      // of K, V, Q or dO
+  static constexpr int kScoreBytes = 2 * 64 * 64;           // of a rank's dS
+  static constexpr int kStatisticsBytes = 4 * 2 * kBlockM;  // lse_log2 and delta
+  static constexpr bool kKeepsP = false;
+  // dQ [64, kHeadDim] is computed in products of kProductColumns columns. Two ranks compute each
+  // half of them; of three column blocks they take turns at the second.
+  static constexpr int kProductColumns = 64;
+  // dV and dK are accumulated in slices of columns: the compiler takes a product whose accumulators
+  // fit into the registers of the launch, 128.
+  static constexpr int kSlices = kHeadDim == 256 ? 2 : 1;
+  static constexpr int kSliceColumns = kHeadDim / kSlices;
+  static constexpr int kPeerBlocks = kRanks == 1 ? 0 : 2;     // column blocks of the other rank's K
+  static constexpr int kGradientFloats = kBlockM * kHeadDim;  // of dQ of a block
+  static constexpr int kPartFloats = 64 * 64;                 // of a column block of it
+
+  static_assert(kHeadDim == 192 || kHeadDim == 256, "two ranks share 3 or 4 column blocks");
+  static_assert(kRanks == 1 || kRanks == 2, "a rank has at most one peer");
+};
+
+// make_probabilities leaves dS / dT P in fp32.
+template <class Config>
+struct WideWeights : Config {
+  static constexpr bool kKeepsP = true;
+};
+
+// The scores of 16 queries.
+template <class Config>
+struct WideQuarter : Config {
+  static constexpr int kBlockM = 16;
+};
+
+// Barriers are named by the event that completes them. Those marked with * count the arrivals of
+// both ranks: what they guard is written to both, or by the other.
+template <class Config>
+struct WideShared {
+  using Element = typename Config::Element;
+  static constexpr int kTileElements = 64 * Config::kHeadDim;
+  static constexpr int kQueryBuffers = Config::kStages, kDoutBuffers = Config::kDoutStages;
+  static constexpr int kScoreBuffers = Config::kScoreStages;
+  static constexpr int kStagedFloats = 512;
+  alignas(1024) Element k[kTileElements];
+  alignas(1024) Element v[kTileElements];  // at the end: dK on the way out
+  // The columns of the other rank's K for this rank's part of dQ.
+  alignas(1024) Element peer_k[Config::kRanks == 1 ? 8 : Config::kPeerBlocks * 64 * 64];
+  alignas(1024) Element q[kQueryBuffers][kTileElements];
+  alignas(1024) Element dout[kDoutBuffers][kTileElements];
+  alignas(1024) Element ds[kScoreBuffers][Config::kRanks][64 * 64];  // dS [queries, a rank's keys]
+  alignas(1024) uint4 weights[4][128];  // P, or with softcap P (1 - tanh^2); at the end: dV
+  alignas(128) float dq[4][Config::kGradientStages][kStagedFloats];  // of each warp, on its way out
+  alignas(128) float statistics[kQueryBuffers][2][Config::kBlockM];  // lse_log2, delta
+  KeyTile tile;
+  int index;        // of the tile; deterministic calls
+  uint64_t k_full;  // K and peer_k
+  uint64_t v_full;
+  uint64_t q_full[kQueryBuffers];   // Q and statistics
+  uint64_t q_empty[kQueryBuffers];  // *
+  uint64_t dout_full[kDoutBuffers];
+  uint64_t dout_empty[kDoutBuffers];  // *
+  uint64_t weights_full, weights_empty;
+  uint64_t ds_full[kScoreBuffers];   // dS of all ranks
+  uint64_t ds_empty[kScoreBuffers];  // *
+};
+
+// What the three consumers do alike.
+template <class Config>
+class WideRole {
+ protected:
+  using Element = typename Config::Element;
+  static constexpr int kBlockM = Config::kBlockM;
+
+  __device__ __forceinline__ WideRole(const BackwardArguments& a, WideShared<Config>& s, int rank)
+      : a(a), s(s), rank(rank) {
+    const KeyTile& t = s.tile;
+    begin = ptx::uniform(t.begin);
+    end = ptx::uniform(t.end);
+    full_begin = ptx::uniform(t.consumer[rank].full_begin);
+    full_end = ptx::uniform(t.consumer[rank].full_end);
+    block = begin;
+    steps = max(end - begin, 0) * a.group;
+  }
+
+  __device__ __forceinline__ void advance_block() {
+    ++block;
+    if (block == end) block = begin;
+  }
+  // Keys of rank `r`.
+  __device__ __forceinline__ int rows(int r) const { return min(max(s.tile.rows - 64 * r, 0), 64); }
+  __device__ __forceinline__ bool is_boundary() const {
+    return block < full_begin || block >= full_end;
+  }
+  // A packed sequence ends within the block of queries.
+  __device__ __forceinline__ bool is_ragged() const {
+    return a.packed && s.tile.seqlen_q - block * kBlockM < kBlockM;
+  }
+
+  __device__ __forceinline__ static void wait(uint64_t& barrier, int parity) {
+    ptx::mbarrier_wait(ptx::shared_address(&barrier), parity);
+  }
+  // One arrival a warp, after all of its lanes have read or written.
+  __device__ __forceinline__ static void release(uint64_t& barrier) {
+    __syncwarp();
+    ptx::mbarrier_arrive_if(ptx::shared_address(&barrier), threadIdx.x % 32 == 0);
+  }
+  // The same at each rank's barrier.
+  __device__ __forceinline__ static void release_ranks(uint64_t& barrier) {
+    if constexpr (Config::kRanks == 1) {
+      release(barrier);
+    } else {
+      const int lane = threadIdx.x % 32;
+      __syncwarp();
+      ptx::cluster_arrive_if(
+          ptx::cluster_address(ptx::shared_address(&barrier), lane % Config::kRanks),
+          lane < Config::kRanks);
+    }
+  }
+
+  // Zeroes rows of `blocks` column blocks from `first` on: they belong to another sequence, may
+  // hold NaN, and this warpgroup's product multiplies them by 0. Others may read them meanwhile:
+  // what they compute of them is masked.
+  __device__ __forceinline__ static void clear_rows(Element* tile, int blocks, int first,
+                                                    int barrier) {
+    constexpr int kChunks = Config::kRowBytes / 16;
+#pragma unroll 1
+    for (int column = 0; column < blocks; ++column) {
+#pragma unroll 1
+      for (int i = first * kChunks + threadIdx.x % 128; i < 64 * kChunks; i += 128) {
+        reinterpret_cast<uint4*>(tile)[column * 64 * kChunks + i] = uint4{};
+      }
+    }
+    ptx::fence_proxy_async();
+    ptx::barrier_sync(barrier, 128);
+  }
+
+  // On the uniform datapath, and computed again for each use: with 64-bit descriptors of its own
+  // for each product, the loop would take all registers. A descriptor has no room for the upper
+  // bits of an address, which are the rank.
+  __device__ __forceinline__ static ptx::WgmmaDescriptor descriptor(uint32_t shared) {
+    return {static_cast<uint32_t>(ptx::uniform(shared & 0x3ffff)), Config::kColumnBytes};
+  }
+  __device__ __forceinline__ static ptx::WgmmaDescriptor descriptor(const Element* tile,
+                                                                    int stage = 0) {
+    return descriptor(ptx::shared_address(tile) + stage * Config::kTileBytes);
+  }
+
+  const BackwardArguments& a;
+  WideShared<Config>& s;
+  const int rank;
+  int begin, end, full_begin, full_end;  // blocks of queries, see KeyTile
+  int block;                             // of the step
+  int steps;
+};
+
+}  // namespace attnscope::sm90

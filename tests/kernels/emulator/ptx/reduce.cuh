@@ -1,0 +1,14 @@
+#pragma once
+#include "emulator.h"
+
+namespace attnscope::ptx {
+
+constexpr bool kVectorAdd = VECTOR_ADD;
+
+inline void add_warp_quad(float* warp_floats, int lane, const float* x) {
+  for (int i = 0; i < 4; ++i) warp_floats[kVectorAdd ? 4 * lane + i : lane + 32 * i] += x[i];
+}
+inline void release_add(int* global) { ++*global; }
+inline int load_acquire(const int* global) { return *global; }
+
+}  // namespace attnscope::ptx

@@ -1,0 +1,14 @@
+#pragma once
+#include "emulator.h"
+
+namespace attnscope::ptx {
+
+inline int lane() { return threadIdx.x % 32; }
+inline int thread() { return threadIdx.x; }
+inline int atomic_add(int* global, int value) {
+  const int before = *global;
+  *global += value;
+  return before;
+}
+
+}  // namespace attnscope::ptx

@@ -1,0 +1,59 @@
+"""SASS of the Hopper backward kernels, read from the built library. Needs no GPU."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+import sass
+
+from attnscope._load import PACKAGE
+
+LIBRARY = PACKAGE / "_C_cuda.so"
+ROWS = {0: (64, 128), 1: (128, 64)}  # of kBackwardTiles: head dim, queries of a block
+ELEMENTS = {"__nv_bfloat16": ".F32.BF16", "__half": ".F32"}
+
+pytestmark = [
+    pytest.mark.skipif(not LIBRARY.exists(), reason="_C_cuda.so is not built"),
+    pytest.mark.skipif(sass.cuobjdump() is None, reason="no cuobjdump: no Triton, no toolkit"),
+    pytest.mark.parametrize("element", ELEMENTS),
+    pytest.mark.parametrize("row", ROWS),
+]
+
+
+def code_of(row: int, element: str) -> str:
+    kernels = sass.functions(LIBRARY, "sm_90a")
+    symbol = f"backward_kernel<attnscope::sm90::BackwardConfig<{element}, {row}>"
+    (name,) = (name for name in kernels if symbol in name)
+    return kernels[name]
+
+
+def test_every_product_is_there_once(row, element):
+    """Except S, which the first block has outside of the loop."""
+    head_dim, queries = ROWS[row]
+    keys = 128
+    products = re.findall(r"HGMMA\.64x(\d+)x16(\S*) R\d+, (R\d+, )?gdesc", code_of(row, element))
+    assert {kind for _, kind, _ in products} == {ELEMENTS[element]}
+    counts = Counter((int(width), bool(register)) for width, _, register in products)
+    wanted = Counter({(queries, False): 3 * head_dim // 16})  # S twice, dP
+    wanted += Counter({(64, False): keys // 16})  # dQ
+    wanted += Counter({(head_dim, True): 2 * queries // 16})  # dV, dK
+    assert counts == wanted
+
+
+def test_no_register_is_spilled(row, element):
+    assert re.findall(r"\b(?:STL|LDL)\b.*", code_of(row, element)) == []
+
+
+def test_groups_of_products_are_not_serialised(row, element):
+    """One ARRIVE before each group: dP, dV, dK, S, dQ in the loop, S outside."""
+    assert code_of(row, element).count("WARPGROUP.ARRIVE") == 6
+
+
+def test_dq_leaves_by_bulk_reductions(row, element):
+    """One TMA instruction for a consumer's part; no addition of floats by ordinary threads."""
+    code = code_of(row, element)
+    assert code.count("UBLKRED.G.S.ADD.F32") == 1
+    assert "REDG.E.ADD.F32" not in code
+    assert "UTMALDG.4D" in code and "STSM.16.MT88.4" in code

@@ -1,0 +1,65 @@
+"""SASS of the Hopper backward kernels for wide heads, read from the built library. No GPU."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+import sass
+
+from attnscope._load import PACKAGE
+
+LIBRARY = PACKAGE / "_C_cuda.so"
+ROWS = {2: 192, 3: 256}  # of kBackwardTiles: head dim
+ELEMENTS = {"__nv_bfloat16": ".F32.BF16", "__half": ".F32"}
+
+pytestmark = [
+    pytest.mark.skipif(not LIBRARY.exists(), reason="_C_cuda.so is not built"),
+    pytest.mark.skipif(sass.cuobjdump() is None, reason="no cuobjdump: no Triton, no toolkit"),
+    pytest.mark.parametrize("element", ELEMENTS),
+    pytest.mark.parametrize("row", ROWS),
+]
+
+
+def code_of(row: int, element: str) -> str:
+    kernels = sass.functions(LIBRARY, "sm_90a")
+    symbol = f"wide_backward_kernel<attnscope::sm90::WideConfig<{element}, {row}>"
+    (name,) = (name for name in kernels if symbol in name)
+    return kernels[name]
+
+
+def test_every_product_is_there_once(row, element):
+    """Except S and dP, which the first block has outside of the loops."""
+    head_dim, queries, keys = ROWS[row], 64, 128
+    products = re.findall(r"HGMMA\.64x(\d+)x16(\S*) R\d+, (R\d+, )?gdesc", code_of(row, element))
+    assert {kind for _, kind, _ in products} == {ELEMENTS[element]}
+    counts = Counter((int(width), bool(register)) for width, _, register in products)
+    slices = 2 if head_dim == 256 else 1
+    wanted = Counter({(queries, False): 4 * head_dim // 16})  # S and dP, twice each
+    wanted += Counter({(64, False): keys // 16})  # dQ, a column block at a time
+    wanted += Counter({(head_dim // slices, True): 2 * slices * queries // 16})  # dV, dK
+    assert counts == wanted
+
+
+def test_no_register_is_spilled(row, element):
+    assert re.findall(r"\b(?:STL|LDL)\b.*", code_of(row, element)) == []
+
+
+def test_groups_of_products_are_not_serialised(row, element):
+    """One ARRIVE before each group: S, S, dV; dP, dP, dK; dQ."""
+    assert code_of(row, element).count("WARPGROUP.ARRIVE") == 7
+
+
+def test_each_role_has_its_registers(row, element):
+    """The compiler ignores all of them if one is too small for its role."""
+    code = code_of(row, element)
+    found = re.findall(r"USETMAXREG\.\S+ (?:UP\d, )?(0x\w+)", code)
+    assert sorted(int(count, 16) for count in found) == [24, 72, 208, 208]
+
+
+def test_copies_go_to_both_blocks(row, element):
+    """Q and dO by multicast, dS from block to block, dQ by reductions of contiguous bytes."""
+    code = code_of(row, element)
+    assert code.count("UTMALDG.4D.MULTICAST") == 2 * ROWS[row] // 64
+    assert code.count("UBLKCP.S.S") == 1 and code.count("UBLKRED.G.S.ADD.F32") == 2
