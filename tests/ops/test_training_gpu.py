@@ -2,14 +2,16 @@
 
 Each run has the weights, the data and the optimizer of the run with fp32 attention, so that the
 distance of its loss to that run's is the effect of rounding. The measure is the mean distance over
-the last steps, and the bar the same of torch's FlashAttention, a mean over seeds.
+the last steps, over the same measure of torch's FlashAttention. One seed is noisy: right
+implementations differ by a factor of 1.6 there. So the bar is for the geometric mean over seeds,
+less one standard error.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from attnscope import attention
 
 BAR = 1.2  # over the mean distance of sdpa-flash
-SEEDS = (0, 1, 2, 3)
+SEEDS = range(16)
 STEPS, LAST = 300, 50
 BF16 = torch.bfloat16
 
@@ -107,7 +109,7 @@ def losses(
     """The loss of each step. `dtype` is autocast's; the weights are float32."""
     torch.manual_seed(seed)
     model = Model(shape, call).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
     data, found = batches(shape, steps, seed).to(device), []
     for tokens in data:
@@ -128,6 +130,12 @@ def distance(got: list[float], truth: list[float], last: int) -> float:
     return fmean(abs(a - b) for a, b in zip(got[-last:], truth[-last:], strict=True))
 
 
+def ratio(got: list[float], baseline: list[float]) -> tuple[float, float]:
+    """The geometric mean of the ratios of pairs, and its standard error as a factor."""
+    logs = [math.log(a / b) for a, b in zip(got, baseline, strict=True)]
+    return math.exp(fmean(logs)), math.exp(stdev(logs) / math.sqrt(len(logs)))
+
+
 def test_distances_and_data() -> None:
     assert distance([9.0, 1.0, 2.0], [0.0, 1.5, 3.0], 2) == 0.75
     with pytest.raises(AssertionError):
@@ -138,53 +146,65 @@ def test_distances_and_data() -> None:
     assert not torch.equal(tokens[0], tokens[1])
 
 
-SMALL = Shape(head_dim=16, length=64, batch=4)
+def test_ratio() -> None:
+    assert ratio([2.0, 4.0], [1.0, 2.0]) == pytest.approx((2.0, 1.0))
+    mean, error = ratio([4.0, 1.0], [1.0, 1.0])
+    assert (mean, error) == pytest.approx((2.0, 2.0))
+
+
+SMALL = Shape(head_dim=32, length=64)
+DRY = 40  # steps, at the end of which it has learned a little
 
 
 def test_in_float32_all_attention_gives_one_curve() -> None:
     """The logic of the test below, on the CPU: the runs differ in attention alone."""
     truth, got = (
-        losses(SMALL, call, None, "cpu", 20, seed=0)
+        losses(SMALL, call, None, "cpu", DRY, seed=0)
         for call in (sdpa(SDPBackend.MATH), ours("cpu"))
     )
-    assert truth[-1] < truth[0] - 0.1
-    assert distance(got, truth, 10) < 1e-4
-    other = losses(SMALL, ours("cpu"), None, "cpu", 20, seed=1)
+    assert truth[-1] < truth[0] - 0.2
+    assert distance(got, truth, 10) < 1e-5
+    other = losses(SMALL, ours("cpu"), None, "cpu", DRY, seed=1)
     assert distance(other, truth, 10) > 1e-3
 
 
-def test_a_wrong_gradient_is_far_away() -> None:
-    def no_gradient_of_keys(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return attention(q, k.detach(), v, causal=True)
+@pytest.mark.parametrize("lost", [None, "k", "v"])
+def test_a_wrong_gradient_is_far_away(lost: str | None) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        k, v = (t.detach() if name == lost else t for name, t in (("k", k), ("v", v)))
+        return attention(q, k, v, causal=True, impl="cpu")
 
-    def run(call: Any) -> list[float]:
-        return losses(SMALL, call, BF16, "cpu", 20, seed=0)
-
-    truth = losses(SMALL, sdpa(SDPBackend.MATH), None, "cpu", 20, seed=0)
-    flash = distance(run(sdpa(SDPBackend.FLASH_ATTENTION)), truth, 10)
-    assert distance(run(ours("cpu")), truth, 10) < 2 * flash
-    assert distance(run(no_gradient_of_keys), truth, 10) > 2 * flash
+    truth, flash, got = (
+        losses(SMALL, call, dtype, "cpu", DRY, seed=0)
+        for call, dtype in (
+            (sdpa(SDPBackend.MATH), None),
+            (sdpa(SDPBackend.FLASH_ATTENTION), BF16),
+            (attend, BF16),
+        )
+    )
+    over = distance(got, truth, 10) / distance(flash, truth, 10)
+    assert over > 10 if lost else over < 3
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_training_is_as_near_to_fp32_as_with_flash_attention(head_dim: int) -> None:
     shape = Shape(head_dim)
-    found: dict[str, list[float]] = {}
     runs = {"sdpa-flash": sdpa(SDPBackend.FLASH_ATTENTION), "cuda": ours("cuda")}
-    runs["cuda-sm80"], runs["triton"] = ours("cuda-sm80"), ours("triton")
-    learned = []
+    runs["triton"] = ours("triton")
+    found: dict[str, list[float]] = {name: [] for name in runs}
     for seed in SEEDS:
         truth = losses(shape, sdpa(SDPBackend.MATH), None, "cuda", STEPS, seed)
-        learned.append(truth[0] - fmean(truth[-LAST:]))
+        assert fmean(truth[-LAST:]) < truth[0] - 1
         for name, call in runs.items():
             got = losses(shape, call, BF16, "cuda", STEPS, seed)
-            found.setdefault(name, []).append(distance(got, truth, LAST))
-    assert min(learned) > 0.5, learned
-    means = {name: fmean(one) for name, one in found.items()}
-    print(f"D {head_dim}: mean distance to fp32 over the last {LAST} of {STEPS} steps")
-    for name, mean in means.items():
-        seeds = ", ".join(f"{one:.2e}" for one in found[name])
-        print(f"{name:10} {mean:.3e}, {mean / means['sdpa-flash']:.2f} of sdpa-flash ({seeds})")
-    worse = {name: mean for name, mean in means.items() if mean > BAR * means["sdpa-flash"]}
-    assert not worse, means
+            found[name].append(distance(got, truth, LAST))
+    flash = found.pop("sdpa-flash")
+    print(
+        f"D {head_dim}: sdpa-flash {fmean(flash):.2e} from fp32, the last {LAST} of {STEPS} steps"
+    )
+    over = {name: ratio(distances, flash) for name, distances in found.items()}
+    for name, (mean, error) in over.items():
+        print(f"{name}: {mean:.2f} times that, standard error of {len(SEEDS)} seeds {error:.2f}")
+    assert all(mean / error <= BAR for mean, error in over.values()), over
