@@ -1,7 +1,7 @@
 """Profile transformer models:
 
 python profiling/profile_model.py pair
-python profiling/profile_model.py lm --models small,medium --contexts 128,512 --impl naive
+python profiling/profile_model.py lm --models small,medium --contexts 128,512 --impl naive,cuda
 """
 
 import typer

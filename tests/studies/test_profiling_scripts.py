@@ -233,6 +233,8 @@ def test_profile_model_lm_writes_records_and_the_report(tmp_path: Path) -> None:
     report = (tmp_path / "lm.md").read_text()
     assert "3 configurations: 2 ok, 1 skipped" in report
     assert "no backward" not in report
+    for row in content["rows"][:2]:
+        assert list(row["wall_ms"]) == ["forward", "backward", "optimizer"]
     assert (tmp_path / "lm.html").exists()
 
 
