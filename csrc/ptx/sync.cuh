@@ -61,7 +61,7 @@ __device__ __forceinline__ void launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// Waits until the kernel before, if it was told to launch this one early, has ended and its writes
+// Waits until the kernel before, if this one was launched to start early, has ended and its writes
 // are visible.
 __device__ __forceinline__ void await_kernel_before() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
