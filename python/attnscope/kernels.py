@@ -26,15 +26,17 @@ ARCHITECTURES = {"sm80": (80, 108), "sm90": (90, 132)}  # compute capability and
 
 # The columns of a tile, and their headings.
 COLUMNS = {
+    "row": "number of the row in the kernel's table; its symbol has it",
     "head_dim": "head dim of the tile; smaller head dims are filled with zeros",
-    "block_m": "query rows of a head in a tile",
-    "block_n": "keys of one step",
+    "block_m": "query rows of a head in a tile; backward: of one step",
+    "block_n": "keys of one step; backward: of a tile",
+    "cluster": "thread blocks of a cluster, which share the tile's keys",
     "heads_per_tile": "heads of a tile, each with its own query rows, K and V",
-    "consumers": "consumer warpgroups, 64 query rows each",
+    "consumers": "consumer warpgroups, 64 query rows each; backward: 64 keys, or some products",
     "warps": "warps of a thread block",
     "threads": "threads of a thread block",
     "q_stages": "buffers for Q; with 2, the next tile's Q is loaded ahead",
-    "stages": "buffers for K, and as many for V",
+    "stages": "buffers for K, and as many for V; backward: for Q, and up to as many for dO",
     "scores_live": "S stays in registers through the softmax; if not, a new row max recomputes S",
     "q_in_registers": "Q stays in registers for the whole tile; if not, each step reads it again",
     "producer_registers": "registers of a thread of the producer warpgroup",
@@ -44,6 +46,7 @@ COLUMNS = {
     "min_queries": "serves calls with more queries than this",
     "max_queries": "serves calls with at most this many queries, unless causal",
     "max_queries_causal": "serves causal calls with at most this many queries",
+    "serves_softcap": "serves calls with a softcap; if not, the next row does",
     "groups_heads": "serves calls whose heads of a group share a tile",
     "reason": "why this tile: TFLOP/s, or speed over the best peer, on an H200",
 }
@@ -52,13 +55,15 @@ COLUMNS = {
 def symbol_matches(symbol: str, tile: dict[str, Any]) -> bool:
     """Whether a demangled symbol is an instance of `tile`.
 
-    The kernel's folder ("sm80_forward") is the name of the namespace and of the function. The first
-    integer template argument is the head dim; the second, if there is one, the query rows.
+    The kernel's folder ("sm80_forward") is the name of the namespace and of the function, which may
+    begin with "wide_". The integer template arguments are the number of the row if the tile has
+    one. Otherwise they are the head dim, and if there are more, the query rows and the keys.
     """
     arch, _, operation = tile["kernel"].partition("_")
-    found = re.search(rf"\b{arch}::{operation}_kernel<(.*)>", symbol)
+    found = re.search(rf"\b{arch}::(?:wide_)?{operation}_kernel<(.*)>", symbol)
     integers = [int(i) for i in re.findall(r"(?<![\w:])\d+", found[1])] if found else []
-    return bool(integers) and integers == [tile["head_dim"], tile["block_m"]][: len(integers)]
+    names = ("row",) if "row" in tile else ("head_dim", "block_m", "block_n")
+    return bool(integers) and integers == [tile[name] for name in names][: len(integers)]
 
 
 def join(tiles: Sequence[dict[str, Any]], usage: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
