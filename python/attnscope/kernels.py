@@ -24,6 +24,9 @@ from attnscope.common.options import (
 
 ARCHITECTURES = {"sm80": (80, 108), "sm90": (90, 132)}  # compute capability and SMs: A100, H100
 
+# KiB of shared memory that a thread block may have, by compute capability; others have 227.
+BLOCK_SHARED_KIB = {80: 163, 87: 163, 86: 99, 89: 99, 120: 99, 121: 99}
+
 # The columns of a tile, and their headings.
 COLUMNS = {
     "row": "number of the row in the kernel's table; its symbol has it",
@@ -205,6 +208,42 @@ def choose_forward(call: Call) -> dict[str, Any]:
         raise ValueError(message) from None
 
 
+def choose_backward(call: Call) -> dict[str, Any]:
+    """Return which kernel and which tile serve the backward of a call, as `choose_forward` does.
+
+    Both ops take the Hopper kernels by the same rule. `tiles` are of keys.
+    """
+    import torch
+
+    forward = choose_forward(call)
+    arch = forward["kernel"].partition("_")[0]
+    room = 1024 * BLOCK_SHARED_KIB.get(call.capability, 227)
+    tile = next(
+        t
+        for t in json.loads(torch.ops.attnscope.kernels())
+        if t["kernel"] == f"{arch}_backward"
+        and max(call.head_dim, call.head_dim_v) <= t["head_dim"]
+        and t["shared_bytes"] <= room
+        and (t.get("serves_softcap", True) or not call.softcap)
+    )
+    tiles = blocks = -(-call.seqlen_k // tile["block_n"]) * call.batch * call.heads_kv
+    if call.packed and arch == "sm90":  # each sequence starts a tile
+        blocks = (call.batch * call.seqlen_k // tile["block_n"] + call.batch) * call.heads_kv
+    cluster = tile.get("cluster", 1)
+    resident = tile["blocks_per_sm"] * call.sms // cluster
+    changes = {
+        "kernel": tile["kernel"],
+        "tile": tile,
+        "rule": "first row whose head dim and shared memory fit the call",
+        "heads_side_by_side": 1,
+        "tiles": tiles,
+        "blocks": blocks * cluster,
+        "resident_blocks": resident * cluster,
+        "waves": -(-tiles // max(resident, 1)),
+    }
+    return {**forward, **changes}
+
+
 def choice_table(tile: dict[str, Any]) -> Table:
     """The row of a tile, a line for each column."""
     table = Table(box=box.SIMPLE_HEAD)
@@ -228,16 +267,19 @@ def print_choice(call: Call, choice: dict[str, Any]) -> None:
         f"{choice['rule']}"
     )
     if choice["not_sm90"]:
-        say(f"not sm90_forward: {choice['not_sm90']}")
+        operation = choice["kernel"].partition("_")[2]
+        say(f"not sm90_{operation}: {choice['not_sm90']}")
     console().print(choice_table(tile))
     at_most = "at most " if call.packed else ""
-    waves = choice["tiles"] / choice["resident_blocks"]
-    rows = tile["block_m"] * tile["heads_per_tile"]
+    waves = choice["tiles"] * tile.get("cluster", 1) / choice["resident_blocks"]
+    size = f"{tile['block_n']} keys"
+    if "heads_per_tile" in tile:
+        size = f"{tile['block_m'] * tile['heads_per_tile']} rows"
     heads = choice["heads_side_by_side"]
     if heads > 1:
         say(f"{heads} query heads of a key head share a tile: a row is a (query, head) pair")
     say(
-        f"{at_most}{choice['tiles']:,} tiles of up to {rows} rows, {at_most}{choice['blocks']:,} "
+        f"{at_most}{choice['tiles']:,} tiles of up to {size}, {at_most}{choice['blocks']:,} "
         f"thread blocks; {call.sms} SMs of compute capability {major}.{minor} keep "
         f"{choice['resident_blocks']:,}: {at_most}{choice['waves']:,} waves ({waves:.2f})"
     )
@@ -294,6 +336,9 @@ def kernels_command(
     arch: Annotated[
         str | None, typer.Option(help="sm80 or sm90. Left out: of this GPU, or sm90.")
     ] = None,
+    backward: Annotated[
+        bool, typer.Option("--backward", help="The tile that serves the call's backward.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
     """Show the tiles of every CUDA kernel, or the tile that serves a call.
@@ -309,6 +354,7 @@ def kernels_command(
                 any(o is not None for o in others)
                 or causal
                 or packed
+                or backward
                 or softcap
                 or window != "-1,-1"
             ):
@@ -331,7 +377,7 @@ def kernels_command(
             sms=sms,
             capability=capability,
         )
-        choice = choose_forward(call)
+        choice = choose_backward(call) if backward else choose_forward(call)
     if as_json:
         print(json.dumps({"call": call._asdict(), **choice}, indent=1))
     else:
