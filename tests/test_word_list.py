@@ -99,12 +99,6 @@ def test_what_is_no_house_word_passes(find, path, text):
     assert find({path: text}) == []
 
 
-def test_code_of_some_folders_is_not_covered_yet(find, monkeypatch):
-    monkeypatch.setattr(word_list, "PROSE_ONLY", ("python/old",))
-    (line,) = find({"python/old/a.py": "told = 1  # told\n", "python/new.py": "other = 1\n"})
-    assert line.startswith('python/old/a.py:1: "told"')
-
-
 def test_an_exemption_is_for_one_phrase_of_one_file(find, monkeypatch):
     monkeypatch.setattr(word_list, "EXEMPTIONS", {"docs/a.md": ("copy engine",)})
     files = {"docs/a.md": "A copy engine was told.\n", "docs/b.md": "A copy engine.\n"}

@@ -21,12 +21,6 @@ COVERED = (
 )  # fmt: skip
 # Never covered: results of a program, and the list itself with its tests.
 EXCLUDED = ("docs/reports/h200", "tools/word_list.py", "tests/test_word_list.py")
-# Folders whose prose the rule covers, but not yet their code.
-PROSE_ONLY: tuple[str, ...] = (
-    "python/attnscope/bench", "python/attnscope/numerics.py", "python/attnscope/numerics",
-    "tests/bench", "tests/ops", "tests/kernels", "python/attnscope/studies/attention.py",
-    "python/attnscope/studies/ops/run.py",
-)  # fmt: skip
 # Path -> phrases that it may use, in lower case.
 EXEMPTIONS: dict[str, tuple[str, ...]] = {"docs/ops.md": ("as it is",)}
 
@@ -151,7 +145,7 @@ def find_words(root: Path, path: Path) -> Iterator[Finding]:
     text = (root / path).read_text()
     prose = PROSE[path.suffix](text)
     yield from _findings(path, prose, [*PHRASE.finditer(prose), *SENTENCE.finditer(prose)])
-    if path.suffix in CODE and not is_below(path, PROSE_ONLY):
+    if path.suffix in CODE:
         code = CODE[path.suffix](text)
         yield from _findings(path, code, [*PHRASE.finditer(code)])
 

@@ -9,7 +9,9 @@
 
 #include "attn/score_scales.h"
 #include "binding/forward.h"
+#include "kernels/sm80_backward/config.cuh"
 #include "kernels/sm80_forward/config.cuh"
+#include "kernels/sm90_backward/config.cuh"
 #include "kernels/sm90_forward/config.cuh"
 
 namespace attnscope::binding {
@@ -89,6 +91,39 @@ JsonObject describe(const sm90::ForwardTile& t) {
   return json;
 }
 
+JsonObject describe(const sm80::BackwardTile& t) {
+  JsonObject json;
+  json.add("kernel", "sm80_backward")
+      .add("head_dim", t.head_dim)
+      .add("block_m", t.block_m)
+      .add("block_n", t.block_n)
+      .add("warps", t.warps)
+      .add("threads", t.threads())
+      .add("stages", t.stages)
+      .add("shared_bytes", t.shared_bytes())
+      .add("blocks_per_sm", t.blocks_per_sm)
+      .add("reason", t.reason);
+  return json;
+}
+
+JsonObject describe(const sm90::BackwardTile& t) {
+  JsonObject json;
+  json.add("kernel", "sm90_backward")
+      .add("row", static_cast<int>(&t - sm90::kBackwardTiles))
+      .add("head_dim", t.head_dim)
+      .add("block_m", t.block_m)
+      .add("block_n", t.block_n)
+      .add("cluster", t.wide() ? sm90::kWideRanks : 1)
+      .add("consumers", t.wide() ? 3 : t.consumers())
+      .add("threads", t.threads())
+      .add("stages", t.stages)
+      .add("serves_softcap", t.keeps_p || t.wide())
+      .add("shared_bytes", t.shared_bytes())
+      .add("blocks_per_sm", 1)
+      .add("reason", t.reason);
+  return json;
+}
+
 std::string kernels() {
   std::string json;
   const auto append = [&](const JsonObject& row) {
@@ -96,6 +131,8 @@ std::string kernels() {
   };
   for (const auto& t : sm80::kForwardTiles) append(describe(t));
   for (const auto& t : sm90::kForwardTiles) append(describe(t));
+  for (const auto& t : sm80::kBackwardTiles) append(describe(t));
+  for (const auto& t : sm90::kBackwardTiles) append(describe(t));
   return "[" + json + "]";
 }
 

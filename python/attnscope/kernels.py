@@ -24,17 +24,22 @@ from attnscope.common.options import (
 
 ARCHITECTURES = {"sm80": (80, 108), "sm90": (90, 132)}  # compute capability and SMs: A100, H100
 
+# KiB of shared memory that a thread block may have, by compute capability; others have 227.
+BLOCK_SHARED_KIB = {80: 163, 87: 163, 86: 99, 89: 99, 120: 99, 121: 99}
+
 # The columns of a tile, and their headings.
 COLUMNS = {
+    "row": "number of the row in the kernel's table; its symbol has it",
     "head_dim": "head dim of the tile; smaller head dims are filled with zeros",
-    "block_m": "query rows of a head in a tile",
-    "block_n": "keys of one step",
+    "block_m": "query rows of a head in a tile; backward: of one step",
+    "block_n": "keys of one step; backward: of a tile",
+    "cluster": "thread blocks of a cluster, which share the tile's keys",
     "heads_per_tile": "heads of a tile, each with its own query rows, K and V",
-    "consumers": "consumer warpgroups, 64 query rows each",
+    "consumers": "consumer warpgroups, 64 query rows each; backward: 64 keys, or some products",
     "warps": "warps of a thread block",
     "threads": "threads of a thread block",
     "q_stages": "buffers for Q; with 2, the next tile's Q is loaded ahead",
-    "stages": "buffers for K, and as many for V",
+    "stages": "buffers for K, and as many for V; backward: for Q, and up to as many for dO",
     "scores_live": "S stays in registers through the softmax; if not, a new row max recomputes S",
     "q_in_registers": "Q stays in registers for the whole tile; if not, each step reads it again",
     "producer_registers": "registers of a thread of the producer warpgroup",
@@ -44,6 +49,7 @@ COLUMNS = {
     "min_queries": "serves calls with more queries than this",
     "max_queries": "serves calls with at most this many queries, unless causal",
     "max_queries_causal": "serves causal calls with at most this many queries",
+    "serves_softcap": "serves calls with a softcap; if not, the next row does",
     "groups_heads": "serves calls whose heads of a group share a tile",
     "reason": "why this tile: TFLOP/s, or speed over the best peer, on an H200",
 }
@@ -52,13 +58,15 @@ COLUMNS = {
 def symbol_matches(symbol: str, tile: dict[str, Any]) -> bool:
     """Whether a demangled symbol is an instance of `tile`.
 
-    The kernel's folder ("sm80_forward") is the name of the namespace and of the function. The first
-    integer template argument is the head dim; the second, if there is one, the query rows.
+    The kernel's folder ("sm80_forward") is the name of the namespace and of the function, which may
+    begin with "wide_". The integer template arguments are the number of the row if the tile has
+    one. Otherwise they are the head dim, and if there are more, the query rows and the keys.
     """
     arch, _, operation = tile["kernel"].partition("_")
-    found = re.search(rf"\b{arch}::{operation}_kernel<(.*)>", symbol)
+    found = re.search(rf"\b{arch}::(?:wide_)?{operation}_kernel<(.*)>", symbol)
     integers = [int(i) for i in re.findall(r"(?<![\w:])\d+", found[1])] if found else []
-    return bool(integers) and integers == [tile["head_dim"], tile["block_m"]][: len(integers)]
+    names = ("row",) if "row" in tile else ("head_dim", "block_m", "block_n")
+    return bool(integers) and integers == [tile[name] for name in names][: len(integers)]
 
 
 def join(tiles: Sequence[dict[str, Any]], usage: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -200,6 +208,42 @@ def choose_forward(call: Call) -> dict[str, Any]:
         raise ValueError(message) from None
 
 
+def choose_backward(call: Call) -> dict[str, Any]:
+    """Return which kernel and which tile serve the backward of a call, as `choose_forward` does.
+
+    Both ops take the Hopper kernels by the same rule. `tiles` are of keys.
+    """
+    import torch
+
+    forward = choose_forward(call)
+    arch = forward["kernel"].partition("_")[0]
+    room = 1024 * BLOCK_SHARED_KIB.get(call.capability, 227)
+    tile = next(
+        t
+        for t in json.loads(torch.ops.attnscope.kernels())
+        if t["kernel"] == f"{arch}_backward"
+        and max(call.head_dim, call.head_dim_v) <= t["head_dim"]
+        and t["shared_bytes"] <= room
+        and (t.get("serves_softcap", True) or not call.softcap)
+    )
+    tiles = blocks = -(-call.seqlen_k // tile["block_n"]) * call.batch * call.heads_kv
+    if call.packed and arch == "sm90":  # each sequence starts a tile
+        blocks = (call.batch * call.seqlen_k // tile["block_n"] + call.batch) * call.heads_kv
+    cluster = tile.get("cluster", 1)
+    resident = tile["blocks_per_sm"] * call.sms // cluster
+    changes = {
+        "kernel": tile["kernel"],
+        "tile": tile,
+        "rule": "first row whose head dim and shared memory fit the call",
+        "heads_side_by_side": 1,
+        "tiles": tiles,
+        "blocks": blocks * cluster,
+        "resident_blocks": resident * cluster,
+        "waves": -(-tiles // max(resident, 1)),
+    }
+    return {**forward, **changes}
+
+
 def choice_table(tile: dict[str, Any]) -> Table:
     """The row of a tile, a line for each column."""
     table = Table(box=box.SIMPLE_HEAD)
@@ -223,16 +267,19 @@ def print_choice(call: Call, choice: dict[str, Any]) -> None:
         f"{choice['rule']}"
     )
     if choice["not_sm90"]:
-        say(f"not sm90_forward: {choice['not_sm90']}")
+        operation = choice["kernel"].partition("_")[2]
+        say(f"not sm90_{operation}: {choice['not_sm90']}")
     console().print(choice_table(tile))
     at_most = "at most " if call.packed else ""
-    waves = choice["tiles"] / choice["resident_blocks"]
-    rows = tile["block_m"] * tile["heads_per_tile"]
+    waves = choice["tiles"] * tile.get("cluster", 1) / choice["resident_blocks"]
+    size = f"{tile['block_n']} keys"
+    if "heads_per_tile" in tile:
+        size = f"{tile['block_m'] * tile['heads_per_tile']} rows"
     heads = choice["heads_side_by_side"]
     if heads > 1:
         say(f"{heads} query heads of a key head share a tile: a row is a (query, head) pair")
     say(
-        f"{at_most}{choice['tiles']:,} tiles of up to {rows} rows, {at_most}{choice['blocks']:,} "
+        f"{at_most}{choice['tiles']:,} tiles of up to {size}, {at_most}{choice['blocks']:,} "
         f"thread blocks; {call.sms} SMs of compute capability {major}.{minor} keep "
         f"{choice['resident_blocks']:,}: {at_most}{choice['waves']:,} waves ({waves:.2f})"
     )
@@ -289,6 +336,9 @@ def kernels_command(
     arch: Annotated[
         str | None, typer.Option(help="sm80 or sm90. Left out: of this GPU, or sm90.")
     ] = None,
+    backward: Annotated[
+        bool, typer.Option("--backward", help="The tile that serves the call's backward.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
     """Show the tiles of every CUDA kernel, or the tile that serves a call.
@@ -304,6 +354,7 @@ def kernels_command(
                 any(o is not None for o in others)
                 or causal
                 or packed
+                or backward
                 or softcap
                 or window != "-1,-1"
             ):
@@ -326,7 +377,7 @@ def kernels_command(
             sms=sms,
             capability=capability,
         )
-        choice = choose_forward(call)
+        choice = choose_backward(call) if backward else choose_forward(call)
     if as_json:
         print(json.dumps({"call": call._asdict(), **choice}, indent=1))
     else:

@@ -13,7 +13,6 @@ import torch
 from attnscope.bench.calls import build_call
 from attnscope.bench.hold import CudaDriver, HoldTimeout, StreamHold
 from attnscope.bench.impls import IMPLS, Impl, resolve
-from attnscope.bench.proof import names_of
 from attnscope.bench.runner import check, run_sweep
 from attnscope.bench.timing import (
     CudaEvents,
@@ -23,6 +22,7 @@ from attnscope.bench.timing import (
     make_timer,
     time_interleaved,
 )
+from attnscope.bench.verification import names_of
 from attnscope.bench.workloads import Workload
 from attnscope.common.hardware.nvml import Nvml
 from attnscope.common.results import Results, read_results
@@ -181,9 +181,9 @@ def test_pytorch_backends_are_what_they_are_called(name):
     call = impl.make(WORK, inputs)
     call()
     names = names_of(call, GPU)
-    assert names and impl.unproved(names, "cuda") is None
+    assert names and impl.mismatch(names, "cuda") is None
     for other in set(SDPA) - {name}:
-        assert IMPLS[other].unproved(names, "cuda") is not None
+        assert IMPLS[other].mismatch(names, "cuda") is not None
 
 
 def sweep(tmp_path, impls, works=(WORK,), baseline=IMPLS["sdpa-flash"], **settings):
@@ -308,9 +308,9 @@ def test_backwards_of_pytorchs_backends_are_what_they_are_called(name):
     )
     call()
     names = names_of(call, GPU)
-    assert names and IMPLS[name].unproved(names, "cuda", "backward") is None
+    assert names and IMPLS[name].mismatch(names, "cuda", "backward") is None
     for other in set(SDPA) - {name}:
-        assert IMPLS[other].unproved(names, "cuda", "backward") is not None
+        assert IMPLS[other].mismatch(names, "cuda", "backward") is not None
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -154,7 +154,7 @@ def test_wrong_only_in_b_is_a_regression_though_a_had_no_time(
     assert compare(*files(b, b), "--fail-below", "0.97")[0] == 0
 
 
-def test_missing_rows_are_told_and_fail_the_gate(files: Callable[..., list[str]]) -> None:
+def test_missing_rows_are_reported_and_fail_the_gate(files: Callable[..., list[str]]) -> None:
     code, output = compare(*files(rows(), rows()[:2]), "--fail-below", "0.97")
     assert code == 1
     assert "missing: 2 of 4 rows are not in B" in output
@@ -196,13 +196,13 @@ def test_other_conditions_are_refused_unless_forced(
     assert said in output
 
 
-def test_other_versions_are_told_not_refused(files: Callable[..., list[str]]) -> None:
+def test_other_versions_are_reported_not_refused(files: Callable[..., list[str]]) -> None:
     code, output = compare(*files(rows(), rows(), H200 | {"torch": "2.12.0"}))
     assert code == 0
     assert "differs: torch: A has 2.11.0+cu130, B has 2.12.0" in output
 
 
-def test_other_layouts_are_told(files: Callable[..., list[str]]) -> None:
+def test_other_layouts_are_reported(files: Callable[..., list[str]]) -> None:
     code, output = compare(*files(rows(), rows(), H200 | {"settings": {"layouts": "both"}}))
     assert code == 0
     assert "differs: layouts: A has bshd, B has both" in output
@@ -221,7 +221,7 @@ TINY_MARGIN = {"max_abs_err": 5.0, "baseline_err": 0.01, "err_ratio": 500.0, "ma
     [
         (GOOD | {"samples_ms": [-1.0, 1.0, 3.0]}, "samples_ms must be above 0, got -1.0"),
         (GOOD | {"samples_ms": [0.0] * 20}, "samples_ms must be above 0, got 0.0"),
-        (GOOD | {"samples_ms": [1e6 * ms for ms in GOOD["samples_ms"]]}, "median_ms must be that"),
+        (GOOD | {"samples_ms": [1e6 * ms for ms in GOOD["samples_ms"]]}, "must be the median"),
         (GOOD | {"median_ms": 0.0}, "median_ms must be above 0, got 0.0"),
         (GOOD | {"median_ms": -1.0}, "median_ms must be above 0, got -1.0"),
         (GOOD | {"p20_ms": 2.0}, "median_ms must be between p20_ms and p80_ms"),

@@ -19,9 +19,9 @@ from attnscope import cli
 from attnscope.bench import peers
 from attnscope.bench.calls import build_call
 from attnscope.bench.impls import DEFAULTS, IMPLS, Impl, Unsupported, _torch_deterministic
-from attnscope.bench.proof import names_of
 from attnscope.bench.runner import check, run_sweep
 from attnscope.bench.timing import Settings
+from attnscope.bench.verification import names_of
 from attnscope.bench.workloads import Workload
 from attnscope.common.results import Results, read_results
 from attnscope.reference import attention_backward_reference, attention_reference, naive_attention
@@ -124,18 +124,18 @@ def test_what_ran_backward_is_verified_by_op_names():
     seen = {n: names_of(build_call(IMPLS[n], WORK, inputs, dout), CPU) for n in DEFAULTS["cpu"]}
     for ran, names in seen.items():
         for claimed in DEFAULTS["cpu"]:
-            unproved = IMPLS[claimed].unproved(names, "cpu", "backward")
+            mismatch = IMPLS[claimed].mismatch(names, "cpu", "backward")
             same = ran == claimed or {ran, claimed} == {"naive", "sdpa-math"}
-            assert (unproved is None) == same, (ran, claimed, names)
+            assert (mismatch is None) == same, (ran, claimed, names)
 
 
 def test_a_training_step_must_run_both_kinds_of_kernels():
     flash = IMPLS["sdpa-flash"]
     forward, backward = "pytorch_flash::flash_fwd_kernel", "pytorch_flash::flash_bwd_kernel"
-    assert flash.unproved([forward, backward], "cuda", "both") is None
-    assert "/pytorch_flash::flash_bwd/" in str(flash.unproved([forward], "cuda", "both"))
-    assert "/pytorch_flash::flash_fwd/" in str(flash.unproved([backward], "cuda", "both"))
-    assert flash.unproved([backward], "cuda", "backward") is None
+    assert flash.mismatch([forward, backward], "cuda", "both") is None
+    assert "/pytorch_flash::flash_bwd/" in str(flash.mismatch([forward], "cuda", "both"))
+    assert "/pytorch_flash::flash_fwd/" in str(flash.mismatch([backward], "cuda", "both"))
+    assert flash.mismatch([backward], "cuda", "backward") is None
 
 
 KERNELS = {
@@ -154,10 +154,10 @@ KERNELS = {
 
 
 @pytest.mark.parametrize("ran", KERNELS)
-def test_kernel_names_of_a_backward_prove_one_impl_and_no_other(ran):
+def test_kernel_names_of_a_backward_match_one_impl(ran):
     for claimed in KERNELS:
-        unproved = IMPLS[claimed].unproved([KERNELS[ran], "at::fill"], "cuda", "backward")
-        assert (unproved is None) == (ran == claimed), (ran, claimed)
+        mismatch = IMPLS[claimed].mismatch([KERNELS[ran], "at::fill"], "cuda", "backward")
+        assert (mismatch is None) == (ran == claimed), (ran, claimed)
 
 
 def test_impls_without_a_backward_say_so():

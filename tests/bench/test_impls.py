@@ -10,7 +10,7 @@ import torch
 
 from attnscope import numerics
 from attnscope.bench.impls import ALIASES, BASELINES, DEFAULTS, IMPLS, Limits, Unsupported, resolve
-from attnscope.bench.proof import names_of
+from attnscope.bench.verification import names_of
 from attnscope.bench.workloads import Workload
 from attnscope.reference import attention_reference
 
@@ -55,12 +55,12 @@ def test_every_impl_says_where_it_runs():
         (dict(offset_causal=False), dict(seqlen_k=70, causal=True), "equal lengths only"),
     ],
 )
-def test_limits_are_told(limits, options, reason):
+def test_limits_are_reported(limits, options, reason):
     assert reason in str(Limits(**limits).broken_by(work(**options), CPU))
     assert Limits().broken_by(work(**options), CPU) is None
 
 
-def test_limits_are_not_told_where_they_do_not_matter():
+def test_limits_are_not_reported_where_they_do_not_matter():
     tight = Limits(window=False, softcap=False, packed=False, offset_causal=False)
     assert tight.broken_by(work(causal=True), CPU) is None
     assert tight.broken_by(work(seqlen_k=70), CPU) is None
@@ -102,16 +102,16 @@ def test_pytorch_is_asked_for_the_same_mask_as_we_mean(name, options):
     torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
 
 
-def test_what_ran_on_a_cpu_is_proved_by_op_names():
+def test_what_ran_on_a_cpu_is_verified_by_op_names():
     case = work(dtype="float32", causal=True)
     inputs = case.inputs(CPU, seed=0)
     names = {n: names_of(IMPLS[n].make(case, inputs), CPU) for n in DEFAULTS["cpu"]}
     assert names["cpu"] == ["attnscope::forward"]
     for ran, seen in names.items():
         for claimed in DEFAULTS["cpu"]:
-            unproved = IMPLS[claimed].unproved(seen, "cpu")
+            mismatch = IMPLS[claimed].mismatch(seen, "cpu")
             same = ran == claimed or {ran, claimed} == {"naive", "sdpa-math"}
-            assert (unproved is None) == same, (ran, claimed, seen)
+            assert (mismatch is None) == same, (ran, claimed, seen)
 
 
 def test_a_backend_that_refuses_is_a_reason():
@@ -137,16 +137,16 @@ KERNELS = {
 
 @pytest.mark.parametrize("ran", KERNELS)
 @pytest.mark.parametrize("claimed", KERNELS)
-def test_kernel_names_prove_one_impl_and_no_other(ran, claimed):
-    unproved = IMPLS[claimed].unproved([KERNELS[ran], "void at::native::fill(int)"], "cuda")
+def test_kernel_names_match_one_impl_and_no_other(ran, claimed):
+    mismatch = IMPLS[claimed].mismatch([KERNELS[ran], "void at::native::fill(int)"], "cuda")
     if ran == claimed:
-        assert unproved is None
+        assert mismatch is None
     else:
-        assert unproved is not None and KERNELS[ran] in unproved
+        assert mismatch is not None and KERNELS[ran] in mismatch
 
 
-def test_no_kernel_at_all_proves_nothing():
-    assert "no kernel was seen" in str(IMPLS["cuda"].unproved([], "cuda"))
+def test_no_kernel_at_all_matches_nothing():
+    assert "no kernel was seen" in str(IMPLS["cuda"].mismatch([], "cuda"))
 
 
 # A stand-in that computes correctly and records its arguments.
@@ -259,8 +259,8 @@ def test_metadata_is_for_packed_batches_and_needs_the_functions_below(fake_peers
     packed = work(dtype="float32", seqlens=[8])
     assert impl.left_out(packed) is None
     names = ["prepare_varlen_num_blocks_kernel", KERNELS["fa3"]]
-    assert "expected none that matches" in str(impl.unproved(names, "cuda"))
-    assert impl.unproved(names[1:], "cuda") is None
+    assert "expected none that matches" in str(impl.mismatch(names, "cuda"))
+    assert impl.mismatch(names[1:], "cuda") is None
     importlib.import_module("fa3_fwd_interface")
     del sys.modules["fa3_fwd_interface"]._flash_attn_forward
     with pytest.raises(Unsupported, match="has no get_scheduler_metadata or _flash_attn_forward"):

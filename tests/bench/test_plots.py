@@ -149,7 +149,7 @@ def test_rows_without_a_time_are_left_out_and_counted() -> None:
     assert "Roof: the lower of 989.4 TFLOP/s" in notes[1]
 
 
-def test_throttled_rows_and_unknown_cards_are_told() -> None:
+def test_throttled_rows_and_unknown_cards_are_reported() -> None:
     family = family_of([gpu_row("fa3", work, throttled=True) for work in paper()[:3]])
     (kind,) = kinds(H200, family, None, None)
     notes = footnotes(family, kind, None, "'NVIDIA Z1' is not known", Counter())
@@ -227,7 +227,7 @@ def test_files_are_written_and_do_not_change_between_runs(tmp_path: Path) -> Non
     assert written[0].read_bytes().startswith(b"\x89PNG")
 
 
-def test_command_tells_bad_input_from_good(tmp_path: Path) -> None:
+def test_command_distinguishes_bad_input(tmp_path: Path) -> None:
     def plot(*arguments: Any) -> tuple[int, str]:
         arguments = ("plot", *map(str, arguments), "--output-dir", str(tmp_path / "plots"))
         result = CliRunner().invoke(build("plot"), arguments)

@@ -171,7 +171,7 @@ def test_a_label_is_no_part_of_what_is_computed():
         Workload.of(**plain, label="")
 
 
-def test_ids_tell_fields_apart():
+def test_ids_distinguish_fields():
     base = dict(seqlen=64, heads_q=4, heads_kv=2, head_dim=64)
     others = [
         dict(causal=True), dict(window=(3, -1)), dict(softcap=5.0), dict(head_dim_v=32),

@@ -1,6 +1,7 @@
 """The kernel table: theoretical occupancy, and tiles joined with the build's ptxas numbers."""
 
 import json
+import math
 import re
 
 import pytest
@@ -111,6 +112,24 @@ def test_tiles_of_one_head_dim_differ_by_their_rows():
     assert missing["missing"] == "no instance in this build" and found["instances"] == 1
 
 
+def test_backward_tiles_differ_by_their_keys_or_are_named_by_their_row():
+    portable = [
+        {**TILE, "kernel": "sm80_backward", "head_dim": 256, "block_m": 32, "block_n": keys}
+        for keys in (64, 32)
+    ]
+    used = "attnscope::sm80::backward_kernel<attnscope::sm80::BackwardConfig<__half, 256, 32, 32> >"
+    missing, found = kernels.join(portable, [usage(used)])
+    assert missing["missing"] == "no instance in this build" and found["instances"] == 1
+    hopper = [{**TILE, "kernel": "sm90_backward", "row": row} for row in (1, 2, 3)]
+    symbols = [
+        "attnscope::sm90::backward_kernel<attnscope::sm90::BackwardConfig<__half, 1> >",
+        "attnscope::sm90::wide_backward_kernel<attnscope::sm90::WideConfig<__nv_bfloat16, 2> >",
+        "attnscope::sm90::backward_preprocess_kernel<attnscope::sm90::BackwardConfig<__half, 3> >",
+    ]
+    rows = kernels.join(hopper, [usage(name, "sm_90a") for name in symbols])
+    assert [row["missing"] is None for row in rows] == [True, True, False]
+
+
 @pytest.mark.parametrize(
     "other",
     [symbol(64), symbol(128, folder="sm90"), symbol(128, op="backward"), "cub::sort_kernel<128>"],
@@ -129,7 +148,26 @@ def test_every_tile_of_this_build_has_an_instance_and_none_spills():
     for row in rows:
         assert row["missing"] is None, row
         assert row["spill_bytes"] == 0, row
-        assert row["warps_per_sm"] > 0, row
+        # Some tiles of sm80_backward are for architectures with more shared memory than sm_80.
+        sm = sm_of_arch(row["arch"])
+        fits = row["shared_bytes"] + sm.reserved_shared_bytes <= sm.shared_bytes
+        assert fits or row["kernel"] == "sm80_backward", row
+        assert (row["warps_per_sm"] > 0) == fits, row
+
+
+def test_no_kernel_of_a_backward_call_spills():
+    if _load.build_report()["not_built"]:
+        pytest.skip(_load.library_status()["_C_cuda"])
+    steps = ("preprocess_kernel", "backward_kernel", "postprocess_kernel")
+    used = [
+        u
+        for u in _load.build_report()["kernels"]
+        if "::sm80::p" in u["kernel"] or re.search(r"::\w*(backward|wide)_\w*kernel", u["kernel"])
+    ]
+    for step in steps:
+        assert any(step in u["kernel"] for u in used), step
+    for u in used:
+        assert u["spill_store_bytes"] == u["spill_load_bytes"] == u["stack_bytes"] == 0, u
 
 
 def test_the_command_prints_every_tile():
@@ -137,7 +175,8 @@ def test_the_command_prints_every_tile():
     app.command()(kernels.kernels_command)
     shown = CliRunner().invoke(app, [])
     assert shown.exit_code == 0
-    assert "sm80_forward" in shown.output
+    for kernel in ("sm80_forward", "sm90_forward", "sm80_backward", "sm90_backward"):
+        assert kernel in shown.output
     assert _load.library_status()["_C_cuda"] in shown.output
     rows = json.loads(CliRunner().invoke(app, ["--json"]).output)
     assert [row["kernel"] for row in rows] == [row["kernel"] for row in kernels.kernel_rows()]
@@ -255,6 +294,41 @@ def test_sizes_that_no_call_has_are_refused(changes, message):
         kernels.choose_forward(BASE._replace(**changes))
 
 
+# What differs from BASE -> (kernel, tile, head dim, tiles of keys, blocks, waves).
+BACKWARD_CHOICES = {
+    "long": ({}, ("sm90_backward", "64x128", 128, 2048, 2048, 16)),
+    "short head dim": (
+        {"head_dim": 64, "head_dim_v": 40, "seqlen_k": 100, "heads_kv": 4},
+        ("sm90_backward", "128x128", 64, 16, 16, 1),
+    ),
+    "softcap": (
+        {"head_dim": 64, "head_dim_v": 64, "softcap": 30.0},
+        ("sm90_backward", "64x128", 128, 2048, 2048, 16),
+    ),
+    "wide": ({"head_dim_v": 200}, ("sm90_backward", "64x128", 256, 2048, 4096, 32)),
+    "capped": ({"softcap": 256.0}, ("sm80_backward", "64x128", 128, 2048, 2048, 16)),
+    "A100": (
+        {"head_dim": 256, "capability": 80, "sms": 108},
+        ("sm80_backward", "32x64", 256, 4096, 4096, 38),
+    ),
+    "Ada": ({"capability": 89, "sms": 128}, ("sm80_backward", "32x64", 128, 4096, 4096, 32)),
+    "packed": (
+        {"seqlen_k": 256, "packed": True},
+        ("sm90_backward", "64x128", 128, 128, 192, 1),
+    ),
+    "no keys": ({"seqlen_k": 0}, ("sm90_backward", "64x128", 128, 0, 0, 0)),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARD_CHOICES)
+def test_the_tile_that_serves_a_backward_call(name):
+    changes, (kernel, size, head_dim, tiles, blocks, waves) = BACKWARD_CHOICES[name]
+    found = kernels.choose_backward(BASE._replace(**changes))
+    tile = found["tile"]
+    assert (found["kernel"], kernels.tile_size(tile), tile["head_dim"]) == (kernel, size, head_dim)
+    assert (found["tiles"], found["blocks"], found["waves"]) == (tiles, blocks, waves)
+
+
 def run(*arguments: str):
     app = Typer()
     app.command()(kernels.kernels_command)
@@ -274,6 +348,11 @@ def test_the_command_shows_the_tile_of_a_call():
     portable = run("--head-dim", "64", "--seq-len", "128", "--arch", "sm80")
     assert "not sm90_forward: the device has compute capability 8.0" in portable.output
     assert "108 SMs of compute capability 8.0" in portable.output
+    backward = run(*options, "--backward")
+    assert backward.output.startswith("sm90_backward, tile 128x128 at head dim 64: first row")
+    assert "4,096 tiles of up to 128 keys, 4,096 thread blocks" in backward.output
+    portable = run("--head-dim", "64", "--seq-len", "128", "--arch", "sm80", "--backward")
+    assert "not sm90_backward: the device has compute capability 8.0" in portable.output
     packed = run("--head-dim", "64", "--seq-len", "128", "--packed", "--arch", "sm90")
     assert "at most 8,192 tiles" in packed.output
 
@@ -284,6 +363,7 @@ def test_the_command_shows_the_tile_of_a_call():
         ("--head-dim", "64"),
         ("--seq-len", "64"),
         ("--causal",),
+        ("--backward",),
         ("--sms", "132"),
         ("--head-dim", "64", "--seq-len", "64", "--window", "3"),
         ("--head-dim", "64", "--seq-len", "64", "--arch", "sm70"),
@@ -312,24 +392,56 @@ def test_a_launch_is_the_kernel_and_the_grid_of_the_choice(name, variant, tmp_pa
     )
     v = torch.randn(*k.shape[:3], call.head_dim_v, device="cuda", dtype=torch.bfloat16)
 
-    def launch():
-        torch.ops.attnscope.forward(q, k, v, scale=0.1, causal=call.causal, variant=variant)
-        torch.cuda.synchronize()
+    options = {"scale": 0.1, "causal": call.causal, "variant": variant}
+    (kernel,) = launched(lambda: torch.ops.attnscope.forward(q, k, v, **options), tmp_path)
+    check_launch(kernel, kernels.choose_forward(call))
 
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize("name", ["long", "short head dim", "softcap", "wide"])
+@pytest.mark.parametrize("variant", [80, 90])
+def test_a_backward_launch_is_the_kernel_and_the_grid_of_the_choice(name, variant, tmp_path):
+    call = BASE._replace(**{"seqlen_q": 500, "seqlen_k": 700, **BACKWARD_CHOICES[name][0]})
+
+    def rows(length, heads, dim):
+        return torch.randn(call.batch, length, heads, dim, device="cuda", dtype=torch.bfloat16)
+
+    q = rows(call.seqlen_q, call.heads_q, call.head_dim)
+    k = rows(call.seqlen_k, call.heads_kv, call.head_dim)
+    v = rows(call.seqlen_k, call.heads_kv, call.head_dim_v)
+    options = {"scale": 0.1, "softcap": call.softcap, "variant": variant}
+    out, lse = torch.ops.attnscope.forward(q, k, v, **options)
+    found = launched(
+        lambda: torch.ops.attnscope.backward(out, q, k, v, out, lse, **options), tmp_path
+    )
+    # The portable kernel of this device: the tiles that Hopper's shared memory has room for.
+    changes = {"sms": torch.cuda.get_device_properties("cuda").multi_processor_count}
+    if variant == 80:
+        changes["capability"] = 100
+    choice = kernels.choose_backward(call._replace(**changes))
+    (kernel,) = (e for e in found if kernels.symbol_matches(e["name"], choice["tile"]))
+    assert len(found) == 3
+    check_launch(kernel, choice)
+
+
+def launched(launch, tmp_path):
+    """The kernels of attnscope that `launch` runs, as events of a trace."""
     launch()
-    launched = []
     for attempt in range(3):  # the profiler can miss the first kernels of a process
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             launch()
+            torch.cuda.synchronize()
         path = tmp_path / f"{attempt}.json"
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-        launched = [e for e in events if e.get("cat") == "kernel" and "attnscope" in e["name"]]
-        if launched:
-            break
-    (kernel,) = launched
-    choice = kernels.choose_forward(call)
+        found = [e for e in events if e.get("cat") == "kernel" and "attnscope" in e["name"]]
+        if found:
+            return found
+    return []
+
+
+def check_launch(kernel, choice):
     assert kernels.symbol_matches(kernel["name"], choice["tile"])
-    grid = kernel["args"]["grid"]
-    assert grid[0] * grid[1] * grid[2] == choice["blocks"]
-    assert kernel["args"]["block"] == [choice["tile"]["threads"], 1, 1]
+    assert math.prod(kernel["args"]["grid"]) == choice["blocks"]
+    assert math.prod(kernel["args"]["block"]) == choice["tile"]["threads"]

@@ -78,6 +78,57 @@ def test_the_hopper_tile_table():
     assert result.returncode == 0, result.stderr
 
 
+BACKWARD = """
+#include "kernels/sm80_backward/config.cuh"
+#include "kernels/sm90_backward/config.cuh"
+using namespace attnscope;
+constexpr int kMost = 232448;  // shared memory of a thread block on Hopper
+constexpr bool every_hopper_tile_fits() {
+  for (const sm90::BackwardTile& t : sm90::kBackwardTiles) {
+    if (t.shared_bytes() > kMost || t.threads() > 1024) return false;
+    if (t.wide() ? t.block_n != 64 * sm90::kWideRanks : t.consumers() != 2) return false;
+  }
+  return true;
+}
+static_assert(every_hopper_tile_fits(), "a tile does not fit a multiprocessor");
+constexpr int hopper(int head_dim, bool softcap) {
+  const int row = sm90::backward_tile(head_dim, softcap);
+  return row < 0 ? 0 : sm90::kBackwardTiles[row].head_dim;
+}
+static_assert(hopper(8, false) == 64 && hopper(64, false) == 64 && hopper(72, false) == 128);
+static_assert(hopper(64, true) == 128, "the tile of head dim 64 has no room for softcap");
+static_assert(hopper(128, true) == 128 && hopper(136, false) == 192 && hopper(192, true) == 192);
+static_assert(hopper(200, true) == 256 && hopper(256, false) == 256 && hopper(264, false) == 0);
+
+constexpr int kA100 = 166912, kAda = 101376;  // shared memory of a thread block
+constexpr bool portable(int head_dim, int shared_bytes, int tile, int block_m, int block_n) {
+  const sm80::BackwardTile& t = sm80::kBackwardTiles[sm80::backward_row(head_dim, shared_bytes)];
+  return t.head_dim == tile && t.block_m == block_m && t.block_n == block_n;
+}
+constexpr bool every_head_dim_has_a_tile(int shared_bytes) {
+  for (int head_dim = 8; head_dim <= 256; head_dim += 8) {
+    if (sm80::backward_row(head_dim, shared_bytes) < 0) return false;
+  }
+  return true;
+}
+static_assert(every_head_dim_has_a_tile(kMost) && every_head_dim_has_a_tile(kA100));
+static_assert(every_head_dim_has_a_tile(kAda) && sm80::backward_row(256, 65536) < 0);
+static_assert(portable(64, kMost, 64, 128, 128) && portable(64, kA100, 64, 128, 128));
+static_assert(portable(64, kAda, 64, 64, 128) && portable(72, kAda, 128, 32, 64));
+static_assert(portable(72, kA100, 96, 64, 128) && portable(128, kA100, 128, 64, 128));
+static_assert(portable(136, kMost, 192, 64, 64) && portable(136, kA100, 256, 32, 64));
+static_assert(portable(256, kMost, 256, 64, 64) && portable(256, kAda, 256, 32, 32));
+static_assert(sm80::backward_row(264, kMost) < 0, "no tile is that wide");
+"""
+
+
+@pytest.mark.skipif(CXX is None, reason="no g++")
+def test_the_backward_tile_tables():
+    command = [CXX, "-std=c++17", "-fsyntax-only", "-x", "c++", f"-I{ROOT / 'csrc'}", "-"]
+    result = subprocess.run(command, input=BACKWARD, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
 DIVISOR = """
 #include <cstdint>
 #include <initializer_list>

@@ -48,7 +48,7 @@ def test_opcheck_of_the_forward_with_its_backward(name):
 
 
 @pytest.mark.parametrize("name", BACKWARD_CALLS)
-def test_fake_tells_shape_strides_dtype_and_device(name):
+def test_fake_returns_shape_strides_dtype_and_device(name):
     args, kwargs = backward_call(TARGET, name)
     real = BACKWARD(*args, **kwargs)
     mode = FakeTensorMode()

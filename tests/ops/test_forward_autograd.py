@@ -96,7 +96,7 @@ def test_jvp_is_refused(call, qkv):
         torch.func.jacfwd(lambda a: call(q, k, a))(v)
 
 
-def test_the_output_of_vjp_is_that_of_the_call(qkv):
+def test_vjp_returns_the_output_of_the_call(qkv):
     q, k, v = qkv
     out, _ = torch.func.vjp(lambda a: attention(a, k, v), q)
     assert torch.equal(out, attention(q, k, v))
@@ -163,7 +163,7 @@ def test_autocast_is_in_the_way_back_to_the_inputs(qkv):
     assert type(cast).__name__ == "ToCopyBackward0" and cast.next_functions[0][0].variable is q
 
 
-def test_errors_under_autocast_are_of_the_cast_tensors(qkv):
+def test_errors_under_autocast_name_the_cast_tensors(qkv):
     q, k, v = qkv
     with torch.autocast("cpu", BF16), pytest.raises(ValueError, match="k must have q's head dim"):
         attention(q, k[..., :8].half(), v)

@@ -257,7 +257,7 @@ def test_devices_that_differ(bf16_target):
         bf16_target(q, k.to("cuda:1"), v)
 
 
-def test_memory_is_that_of_the_outputs(bf16_target):
+def test_memory_holds_the_outputs_only(bf16_target):
     def extra(seqlen: int) -> int:
         q, k, v = bf16_target.qkv(1, seqlen, seqlen, 32, 2, 128)
         torch.cuda.synchronize()

@@ -32,7 +32,7 @@ def test_opcheck(name, needs_grad):
 
 
 @pytest.mark.parametrize("name", OP_CALLS)
-def test_fake_tells_shape_strides_dtype_and_device(name):
+def test_fake_returns_shape_strides_dtype_and_device(name):
     args, kwargs = op_call(TARGET, name)
     real = FORWARD(*args, **kwargs)
     mode = FakeTensorMode()
@@ -98,7 +98,7 @@ def test_outputs_do_not_alias_inputs():
     assert all(torch.equal(a, b) for a, b in zip((q, k, v), before, strict=True))
 
 
-def test_default_scale_is_that_of_the_true_head_dim():
+def test_default_scale_follows_the_true_head_dim():
     q, k, v = TARGET.qkv(1, 5, 6, 1, 1, 40)
     assert torch.equal(attention(q, k, v), attention(q, k, v, scale=40**-0.5))
 

@@ -59,7 +59,7 @@ def test_a_right_result_passes(work, dtype, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_peer_without_lse_is_judged_by_its_output(kind):
+def test_a_peer_without_lse_is_assessed_by_its_output(kind):
     def sdpa(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Result:
         heads_first = (t.transpose(1, 2) for t in (q, k, v))
         out = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True)
@@ -177,21 +177,21 @@ def test_the_location_of_a_fault_is_named():
     ref, base = attention_reference(q, k, v, causal=True), naive_attention(q, k, v, causal=True)
     out, lse = op(CAUSAL)(q, k, v)
 
-    def judged(**change: Any) -> str:
+    def assessed(**change: Any) -> str:
         a, b = change.get("out", out), change.get("lse", lse)
         return compare_forward(a, b, *ref, *base).reason
 
-    assert judged() == ""
+    assert assessed() == ""
     bad = out.clone()
     bad[0, 7, 1, 5] = NAN
-    assert judged(out=bad).startswith("out[0, 7, 1, 5] is nan, the reference ")
+    assert assessed(out=bad).startswith("out[0, 7, 1, 5] is nan, the reference ")
     bad[0, 7, 1, 5] = 9.0
-    assert judged(out=bad).startswith("out: head [0, 1], row 7 is off by ")
+    assert assessed(out=bad).startswith("out: head [0, 1], row 7 is off by ")
     bad = lse.clone()
     bad[0, 1, 9] = -INF
-    assert judged(lse=bad).startswith("lse[0, 1, 9] is -inf, the reference ")
-    assert judged(out=out[:, 1:]) == "out has shape [1, 299, 2, 64], not [1, 300, 2, 64]"
-    assert judged(out=out.half()) == "out has dtype torch.float16, not torch.bfloat16"
+    assert assessed(lse=bad).startswith("lse[0, 1, 9] is -inf, the reference ")
+    assert assessed(out=out[:, 1:]) == "out has shape [1, 299, 2, 64], not [1, 300, 2, 64]"
+    assert assessed(out=out.half()) == "out has dtype torch.float16, not torch.bfloat16"
 
 
 @pytest.mark.parametrize(

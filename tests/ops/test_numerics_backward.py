@@ -205,18 +205,18 @@ def test_the_location_of_a_fault_is_named():
     truth = backward_truth(dout, q, k, v, causal=True)
     dq, dk, dv = fused(CAUSAL)(dout, q, k, v, None, None, None)
 
-    def judged(**change: Tensor) -> str:
+    def assessed(**change: Tensor) -> str:
         grads = {"dq": dq, "dk": dk, "dv": dv} | change
         return compare_backward((grads["dq"], grads["dk"], grads["dv"]), truth).reason
 
-    assert judged() == ""
+    assert assessed() == ""
     bad = dk.clone()
     bad[0, 7, 0, 5] = NAN
-    assert judged(dk=bad).startswith("dk[0, 7, 0, 5] is nan, the reference ")
+    assert assessed(dk=bad).startswith("dk[0, 7, 0, 5] is nan, the reference ")
     bad[0, 7, 0, 5] = 99.0
-    assert judged(dk=bad).startswith("dk: head [0, 0], row 7 is off by ")
-    assert judged(dv=dv[:, 1:]) == "dv has shape [1, 299, 1, 64], not [1, 300, 1, 64]"
-    assert judged(dq=dq.half()) == "dq has dtype torch.float16, not torch.bfloat16"
+    assert assessed(dk=bad).startswith("dk: head [0, 0], row 7 is off by ")
+    assert assessed(dv=dv[:, 1:]) == "dv has shape [1, 299, 1, 64], not [1, 300, 1, 64]"
+    assert assessed(dq=dq.half()) == "dq has dtype torch.float16, not torch.bfloat16"
 
 
 def test_gradients_of_what_sees_nothing_must_be_exactly_zero():

@@ -83,7 +83,7 @@ def test_every_option_compiles(head_dim, head_dim_v, arch):
     assert code.shared_bytes <= (227 if arch == 90 else 99) << 10
 
 
-def test_schema_is_that_of_the_op_without_its_variants():
+def test_schema_matches_the_op_without_its_variants():
     ours, theirs = (
         str(namespace.forward.default._schema).split(" -> ")[0]
         for namespace in (torch.ops.attnscope_triton, torch.ops.attnscope)

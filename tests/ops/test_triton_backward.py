@@ -106,7 +106,7 @@ def test_statistics_compile(head_dim_v):
     assert code.name == f"attnscope_triton_backward_stats_bf16_dv{head_dim_v}"
 
 
-def test_schema_is_that_of_the_op_without_its_variants():
+def test_schema_matches_the_op_without_its_variants():
     ours, theirs = (
         str(namespace.backward.default._schema).split(" -> ")[0]
         for namespace in (torch.ops.attnscope_triton, torch.ops.attnscope)

@@ -37,7 +37,8 @@ PAGES = {"README.md": "overview.md", "CONTRIBUTING.md": "contributing.md"}
 NAVIGATION = {
     "Start": ["Overview <overview>", "install"],
     "Guides": ["ops", "benchmarking", "profiling", "numerics", "timeline"],
-    "Kernels": ["kernels/sm90_forward", "kernels/sm80_forward", "perf-log"],
+    "Kernels": [f"kernels/{n}" for n in ("sm90_forward", "sm80_forward", "sm90_backward")]
+    + ["kernels/sm80_backward", "perf-log"],
     "Reports": ["reports/README", *(f"reports/h200/{n}" for n in ("attribution", "lm", "pair"))]
     + ["reports/h200/transformers"],
     "Reference": ["commands/index", "api/index"],

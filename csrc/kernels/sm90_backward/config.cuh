@@ -22,6 +22,19 @@ struct BackwardTile {
   constexpr int threads() const { return 128 * (wide() ? 4 : consumers() + 1); }
   // For each block of queries, of a deterministic call.
   constexpr int tickets() const { return wide() ? 4 * (head_dim / 64) : consumers(); }
+  // Wide: buffers for dO, and for dS of both thread blocks. What fits.
+  constexpr int dout_stages() const { return head_dim == 256 ? 1 : stages; }
+  constexpr int score_stages() const { return head_dim == 256 ? 1 : 2; }
+  // A thread block has K, V, Q, dO; dS; dQ on its way out; lse and delta; wide: half of the other
+  // thread block's K, and P; the tile and barriers.
+  constexpr int shared_bytes() const {
+    const int narrow = 4 * head_dim * (block_n + stages * block_m) + 4 * block_m * block_n +
+                       4 * 64 * 64 * consumers() + 8 * stages * block_m;
+    const int wide_bytes = 2 * head_dim * 64 * (2 + stages + dout_stages()) +
+                           score_stages() * 4 * 64 * 64 + 4 * 4 * 1024 + 8 * stages * block_m +
+                           4 * 64 * 64 + 2 * 64 * 64;
+    return ((wide() ? wide_bytes : narrow) + 512 + 1023) / 1024 * 1024;
+  }
 };
 
 // Thread blocks of a cluster of wide.cuh.

@@ -100,6 +100,7 @@ cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cuda
     return cudaErrorInvalidValue;
   }
   constexpr int kSharedBytes = Kernels::kSharedBytes;
+  static_assert(kSharedBytes == kTile.shared_bytes(), "the tile table and the struct disagree");
   static_assert(kSharedBytes <= 232448, "shared memory of a thread block");
   if (cudaError_t error = allow_shared_memory<Kernels::kMain>(device.device, kSharedBytes);
       error != cudaSuccess) {

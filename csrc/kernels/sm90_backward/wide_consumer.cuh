@@ -10,7 +10,7 @@ namespace attnscope::sm90 {
 
 // Both run through the same steps: a block of queries of one head each. A thread of one works on
 // the same scores as the thread of that number of the other. Between two turns of their loops no
-// product is in flight, see BackwardConsumer::run_late.
+// product is in flight, see BackwardConsumer::run_steps.
 template <class Config>
 class WideConsumer : protected WideRole<Config> {
  protected:

@@ -15,7 +15,7 @@ from attnscope.bench.workloads import Workload
 from attnscope.ranges import CHECK, nvtx_range
 
 
-def judge(
+def assess(
     work: Workload,
     run: Callable[[Inputs, torch.Tensor | None], Any],
     seed: int,
@@ -58,4 +58,4 @@ def check(
             built.append(build_call(impl, work, inputs, dout))
         return built[0]()
 
-    return judge(work, run, seed, device, kind)
+    return assess(work, run, seed, device, kind)

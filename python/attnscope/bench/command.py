@@ -29,7 +29,7 @@ USUAL: dict[str, dict[str, Any]] = {
     "cuda": {"l2": "cold", "budget_s": 2.0, "layouts": "both"},
     "cpu": {"l2": "warm", "budget_s": 1.0, "layouts": "bshd"},
 }
-_TELL = "; ".join(
+_DEFAULTS = "; ".join(
     f"on {device}: " + ", ".join(f"{key} {value}" for key, value in shape.items())
     for device, shape in SHAPE.items()
 )
@@ -40,7 +40,7 @@ Suite = Annotated[
 SeqLengths = Annotated[
     str | None,
     typer.Option(
-        help=f"Instead of a suite: lengths, such as 128,256,512. What is left out is {_TELL}."
+        help=f"Instead of a suite: lengths, such as 128,256,512. What is left out is {_DEFAULTS}."
     ),
 ]
 HeadDim = Annotated[str | None, typer.Option(help="With --seq-lengths: head dims.")]
@@ -54,8 +54,8 @@ Causal = Annotated[
 Mode = Annotated[
     str | None,
     typer.Option(
-        help=f"{', '.join(MODES)}: backward alone, or both as in a training step. Left out: that of"
-        " the suite, usually forward."
+        help=f"{', '.join(MODES)}: backward alone, or both as in a training step. Left out: the"
+        " mode of the suite, usually forward."
     ),
 ]
 Deterministic = Annotated[
@@ -251,7 +251,7 @@ def _check_all(
             for impl in list(able):
                 try:
                     verdict = check(work, impl, kind, seed, device)
-                    report.judged(impl.name, work, kind, verdict)
+                    report.assessed(impl.name, work, kind, verdict)
                 except Unsupported as refusal:
                     report.skipped(impl.name, str(refusal))
                     able.remove(impl)

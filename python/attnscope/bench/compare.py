@@ -28,7 +28,7 @@ Row = Mapping[str, Any]
 CLOCK_TOLERANCE = 0.05  # runs whose SM clocks are further apart are not the same experiment
 # What must agree for two runs to be compared, and what is only reported if it differs.
 SAME = {"cuda": ("device", "gpu", "gpu_sms", "power_limit_w"), "cpu": ("device", "cpu", "threads")}
-TOLD = ("torch", "cuda", "driver", "cudnn", "triton", "attnscope", "git_sha")
+REPORTED = ("torch", "cuda", "driver", "cudnn", "triton", "attnscope", "git_sha")
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Pair:
     def why(self) -> str:
         """Why there is no ratio, as one line."""
         return "; ".join(
-            f"{side} {'has no row' if row is None else _told(row)}"
+            f"{side} {'has no row' if row is None else _describe(row)}"
             for side, row in (("A", self.a), ("B", self.b))
             if _status(row) != "ok"
         )
@@ -78,7 +78,7 @@ def _status(row: Row | None) -> str:
     return "missing" if row is None else str(row["status"])
 
 
-def _told(row: Row) -> str:
+def _describe(row: Row) -> str:
     return f"{row['status']} ({row.get('reason') or 'no reason given'})"
 
 
@@ -148,25 +148,25 @@ def differences(env_a: Row, env_b: Row, pairs: Sequence[Pair]) -> tuple[list[str
     ]
     if clocks and abs(np.median(clocks) - 1) > CLOCK_TOLERANCE:
         refused.append(f"SM clock: B ran at {np.median(clocks):.2f} times the clock of A")
-    told = [
+    notes = [
         f"differs: {key}: A has {env_a.get(key)}, B has {env_b.get(key)}"
-        for key in TOLD
+        for key in REPORTED
         if env_a.get(key) != env_b.get(key)
     ]
     for name, side in (("A", 0), ("B", 1)):
         if timed and all(rows[side].get("deterministic") for rows in timed):
-            told.append(f"gradients of {name} are deterministic")
+            notes.append(f"gradients of {name} are deterministic")
     layouts = [(env.get("settings") or {}).get("layouts", "bshd") for env in (env_a, env_b)]
     if layouts[0] != layouts[1]:
-        told.append(f"differs: layouts: A has {layouts[0]}, B has {layouts[1]}")
+        notes.append(f"differs: layouts: A has {layouts[0]}, B has {layouts[1]}")
     for name in _DOUBTS:
         doubtful = [
             sum(any(remark.startswith(name) for remark in remarks(rows[side])) for rows in timed)
             for side in (0, 1)
         ]
         if any(doubtful):
-            told.append(f"{_DOUBTS[name]}: {doubtful[0]} of A, {doubtful[1]} of B")
-    return refused, told
+            notes.append(f"{_DOUBTS[name]}: {doubtful[0]} of A, {doubtful[1]} of B")
+    return refused, notes
 
 
 _DOUBTS = {
@@ -317,7 +317,7 @@ def compare_command(
     with bad_input("compare"):
         if fail_below is not None and not 0 < fail_below <= 1:
             raise ValueError(f"--fail-below: {fail_below} is not above 0 and at most 1")
-        pairs, refused, told = _load(a, b or a, impl_a, impl_b or impl_a)
+        pairs, refused, notes = _load(a, b or a, impl_a, impl_b or impl_a)
     for line in refused:
         say(f"not the same conditions: {line}", "red", stderr=True)
     if refused and not force:
@@ -327,7 +327,7 @@ def compare_command(
     console().print(means_table(pairs))
     say(f"A: {a}" + (f", {impl_a}" if impl_a else ""))
     say(f"B: {b or a}" + (f", {impl_b or impl_a}" if impl_a else ""))
-    for line in told:
+    for line in notes:
         say(line)
     for side, count in (("A", sum(not p.a for p in pairs)), ("B", sum(not p.b for p in pairs))):
         if count:

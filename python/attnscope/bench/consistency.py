@@ -42,7 +42,7 @@ def _of_times(row: Row) -> list[str]:
     found = []
     middle = float(np.median(samples)) if samples else median
     if not _close(median, middle):
-        found.append(f"median_ms must be that of samples_ms ({middle:.6g}), got {median:.6g}")
+        found.append(f"median_ms must be the median of samples_ms ({middle:.6g}), got {median:.6g}")
     low, high = row.get("p20_ms"), row.get("p80_ms")
     if _is_number(low) and _is_number(high) and not low <= median <= high:
         found.append(f"median_ms must be between p20_ms and p80_ms, got {low}, {median}, {high}")

@@ -94,7 +94,7 @@ class Impl:
             return "has no deterministic backward"
         return self.absent() or self.limits.broken_by(work, device) or self.left_out(work)
 
-    def unproved(self, names: Sequence[str], device_type: str, mode: str = "forward") -> str | None:
+    def mismatch(self, names: Sequence[str], device_type: str, mode: str = "forward") -> str | None:
         """Why the kernel or op names of one call do not match this impl; None if they do."""
         if not names:
             return "no kernel was seen in a profiled call (is another profiler attached?)"

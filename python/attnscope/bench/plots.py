@@ -130,8 +130,8 @@ def footnotes(
     if drifting:
         notes.append(f"{drifting} rows have samples that drift by more than {DRIFT:.0%}.")
     if left_out:
-        told = ", ".join(f"{count} {status}" for status, count in sorted(left_out.items()))
-        notes.append(f"Not shown, no time in the file: {told}.")
+        counts = ", ".join(f"{count} {status}" for status, count in sorted(left_out.items()))
+        notes.append(f"Not shown, no time in the file: {counts}.")
     return notes
 
 
@@ -150,8 +150,8 @@ def plot_file(path: Path, output_dir: Path, baseline: str | None = None) -> list
         raise ValueError(f"{path}: env must have device, gpu and torch, got none of {lacking}")
     points, left_out = timed(rows)
     if not points:
-        told = ", ".join(f"{count} {status}" for status, count in sorted(left_out.items()))
-        raise ValueError(f"{path}: no row has a time ({told or 'it has no rows'})")
+        counts = ", ".join(f"{count} {status}" for status, count in sorted(left_out.items()))
+        raise ValueError(f"{path}: no row has a time ({counts or 'it has no rows'})")
     impls = {point.impl for point in points}
     baseline = ALIASES.get(str(baseline), baseline)
     if baseline is not None and baseline not in impls:

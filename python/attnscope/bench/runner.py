@@ -16,11 +16,10 @@ import torch
 
 from attnscope import numerics
 from attnscope.bench.calls import build_call
+from attnscope.bench.checks import assess
 from attnscope.bench.checks import check as check
-from attnscope.bench.checks import judge
 from attnscope.bench.interface import Impl
 from attnscope.bench.peers import Unsupported
-from attnscope.bench.proof import names_of
 from attnscope.bench.statistics import LEAST_SAMPLES, bootstrap_ratio
 from attnscope.bench.timing import (
     Call,
@@ -30,6 +29,7 @@ from attnscope.bench.timing import (
     make_timer,
     time_interleaved,
 )
+from attnscope.bench.verification import names_of
 from attnscope.bench.workloads import Workload
 from attnscope.common.console import explain
 from attnscope.common.hardware.devices import current_device
@@ -118,7 +118,7 @@ class _Sweep:
                 candidate.row = _row(work, candidate.impl, "skipped", reason)
         self._each(work, candidates, self._build({}))
         self._each(work, candidates, self._check)
-        self._each(work, candidates, self._prove)
+        self._each(work, candidates, self._verify)
         timings, readings = self._time(candidates)
         for candidate in candidates:
             if candidate.row is None:
@@ -178,16 +178,16 @@ class _Sweep:
 
     def _check(self, work: Workload, candidate: _Candidate) -> None:
         """The gate: checks the same call that is timed, on the seed's inputs."""
-        verdict = judge(work, lambda *_: candidate.calls[0](), self._settings.seed, self._device)
+        verdict = assess(work, lambda *_: candidate.calls[0](), self._settings.seed, self._device)
         candidate.verdict = verdict
         if not verdict.passed:
             when = "after it was timed: " if candidate.timing.samples_ms else ""
             reason = f"{when}{verdict.reason}"
             candidate.row = _row(work, candidate.impl, "wrong", reason) | _errors(verdict)
 
-    def _prove(self, work: Workload, candidate: _Candidate) -> None:
+    def _verify(self, work: Workload, candidate: _Candidate) -> None:
         candidate.kernels = names_of(candidate.calls[0], self._device)
-        if reason := candidate.impl.unproved(candidate.kernels, self._device.type, work.mode):
+        if reason := candidate.impl.mismatch(candidate.kernels, self._device.type, work.mode):
             candidate.row = _row(work, candidate.impl, "failed", reason)
             candidate.row["kernels"] = candidate.kernels
 

@@ -53,8 +53,8 @@ def _labels(works: Sequence[Workload]) -> tuple[str, dict[str, list[str]]]:
     """What all workloads share, as a sentence, and a column for each field that differs."""
     columns = {name: [of(work) for work in works] for name, of in _LABELS.items()}
     shared = {name: found[0] for name, found in columns.items() if len(set(found)) == 1}
-    told = [f"{name} {value}" for name, value in shared.items() if value not in ("", "no")]
-    return ", ".join(told), {name: v for name, v in columns.items() if name not in shared}
+    shown = [f"{name} {value}" for name, value in shared.items() if value not in ("", "no")]
+    return ", ".join(shown), {name: v for name, v in columns.items() if name not in shared}
 
 
 def _pair(query: int, key: int) -> str:
@@ -171,7 +171,7 @@ class CheckReport:
         head = f"{'':5}{'impl':15}{'inputs':14}{'error':>9}{'baseline':>10}{'ratio':>7}"
         say(f"{head}{'margin':>8}  workload (margin: share of the allowed error, worst row)")
 
-    def judged(self, impl: str, work: Workload, kind: str, verdict: Verdict) -> None:
+    def assessed(self, impl: str, work: Workload, kind: str, verdict: Verdict) -> None:
         """A result was compared."""
         self._verdicts.setdefault(impl, []).append(verdict)
         numbers = f"{_number(verdict.max_abs_err):>9}{_number(verdict.baseline_err):>10}"

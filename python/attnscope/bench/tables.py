@@ -166,6 +166,6 @@ def _table(
 
 def _source(path: str, env: Row, unit: str, left_out: Mapping[str, int]) -> str:
     where = env["gpu"] or f"{env['cpu']}, {env['threads']} threads"
-    told = ", ".join(f"{count} {status}" for status, count in sorted(left_out.items()))
-    without = f"; rows without a time: {told}" if told else ""
+    counts = ", ".join(f"{count} {status}" for status, count in sorted(left_out.items()))
+    without = f"; rows without a time: {counts}" if counts else ""
     return f"{unit} on {where}, torch {env['torch']}, from [{path}]({path}){without}."

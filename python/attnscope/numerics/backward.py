@@ -141,10 +141,10 @@ def check_backward_fn(
     for _ in range(DETERMINISTIC_RUNS if deterministic else RUNS):
         poison(inputs)
         runs.append(fn(dout, *inputs, dlse if with_dlse else None))
-    return judge_runs(runs, truth, deterministic)
+    return assess_runs(runs, truth, deterministic)
 
 
-def judge_runs(runs: list[Gradients], truth: CachedTruth, deterministic: bool) -> Verdict:
+def assess_runs(runs: list[Gradients], truth: CachedTruth, deterministic: bool) -> Verdict:
     """The verdict on the gradients of several runs of one call."""
     differing = next(
         (
@@ -155,9 +155,9 @@ def judge_runs(runs: list[Gradients], truth: CachedTruth, deterministic: bool) -
         ),
         None,
     )
-    verdict = truth.judge(runs[0])
+    verdict = truth.assess(runs[0])
     if differing and verdict.passed:
-        verdict = truth.judge(runs[-1])
+        verdict = truth.assess(runs[-1])
     if differing and verdict.passed and deterministic:
         reason = f"{differing} differs between runs, and deterministic gradients were asked for"
         verdict = replace(verdict, passed=False, reason=reason)
@@ -172,7 +172,7 @@ class CachedTruth:
     groups: Tensor | None  # int64 [2, P]: batch entry and KV head; packed: zeros and KV head
     truth: BackwardTruth
 
-    def judge(self, grads: Gradients) -> Verdict:
+    def assess(self, grads: Gradients) -> Verdict:
         """Check the whole result for nan and inf, and compare the covered heads in full."""
         packed = self.case.seqlens is not None
         for name, got in zip(NAMES, grads, strict=True):

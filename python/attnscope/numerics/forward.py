@@ -126,9 +126,9 @@ def check_forward_fn(
     (out, lse), (out2, lse2) = runs
     same_lse = lse is lse2 or (lse is not None and lse2 is not None and torch.equal(lse, lse2))
     repeatable = same_lse and torch.equal(out, out2)
-    verdict = truth.judge(out, lse)
+    verdict = truth.assess(out, lse)
     if not repeatable and verdict.passed:
-        verdict = truth.judge(out2, lse2)
+        verdict = truth.assess(out2, lse2)
     return replace(verdict, repeatable=repeatable)
 
 
@@ -142,7 +142,7 @@ class ForwardTruth:
     ref: tuple[Tensor, Tensor]
     baseline: tuple[Tensor, Tensor]
 
-    def judge(self, out: Tensor, lse: Tensor | None) -> Verdict:
+    def assess(self, out: Tensor, lse: Tensor | None) -> Verdict:
         """Check the whole result for nan and inf, and compare the covered rows in full."""
         packed = self.case.seqlens is not None
         if out.dim() != (3 if packed else 4):

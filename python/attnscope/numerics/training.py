@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from attnscope.inputs import Case, make_inputs, make_output_gradients
-from attnscope.numerics.backward import DETERMINISTIC_RUNS, RUNS, cached_truth, judge_runs, poison
+from attnscope.numerics.backward import DETERMINISTIC_RUNS, RUNS, assess_runs, cached_truth, poison
 from attnscope.numerics.forward import forward_truth
 from attnscope.numerics.gate import Verdict
 
@@ -39,9 +39,9 @@ def check_training_fn(
         poison(inputs)
         runs.append(fn(dout, *inputs))
     truth = cached_truth(case, kind, seed, device, False)
-    backward = judge_runs([run[2:] for run in runs], truth, deterministic)
+    backward = assess_runs([run[2:] for run in runs], truth, deterministic)
     out, lse = runs[0][:2]
-    forward = forward_truth(case, kind, seed, device).judge(out, lse)
+    forward = forward_truth(case, kind, seed, device).assess(out, lse)
     lead = max(forward, backward, key=lambda verdict: verdict.margin or 0.0)
     if not forward.passed or not backward.passed:
         lead = backward if forward.passed else forward

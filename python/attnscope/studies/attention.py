@@ -226,5 +226,5 @@ def _verify(passes: Sequence[Pass], found: Profile, device: torch.device) -> Non
             for event in events
             if any(outer.name == one.range for outer in found.attribution.ranges(event))
         ]
-        if why := one.impl.unproved(list(dict.fromkeys(names)), device.type, one.kind):
+        if why := one.impl.mismatch(list(dict.fromkeys(names)), device.type, one.kind):
             raise ProfileError(why)

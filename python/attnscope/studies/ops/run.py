@@ -205,7 +205,7 @@ def summarise(found: Profile, averages: Averages, case: Case, calls: int) -> Row
     """
     kernels = raw_kernels(found.source)
     names = list(dict.fromkeys(kernel["name"] for kernel in kernels))
-    if case.impl and (why := IMPLS[case.impl].unproved(names, "cuda", case.mode)):
+    if case.impl and (why := IMPLS[case.impl].mismatch(names, "cuda", case.mode)):
         raise ProfileError(why)
     rows = [_row(found, averages, names, times * calls) for names, times in case.rows.items()]
     return {
