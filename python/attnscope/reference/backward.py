@@ -99,8 +99,8 @@ def backward_rounding(
     - delta is computed from an out that was rounded to q's dtype: one ulp of each element of out,
       summed as independent errors over the elements, and over the rows of a key.
     - dP and delta cancel, after sums in the dtype of the scores (fp32, or fp64 for fp64):
-      `sum_ulps` of it at |dout| (|v| + |out|) P.
-    - A score's rounding, `score_ulps` at |lse|, is a relative error of P.
+      `sum_ulps` of it at ``|dout| (|v| + |out|) P``.
+    - A score's rounding, `score_ulps` at ``|lse|``, is a relative error of P.
 
     Arguments as `attention_backward_reference`; returns (dq, dk, dv) of errors, fp64.
     """
