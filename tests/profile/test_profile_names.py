@@ -101,6 +101,9 @@ NAMES = {
         r"cuDNN sdpa sm90 forward f16 knob 7 \1 4x1x1 cga1x1x1"
     ),
     r"^void cudnn::fusion::compute_dot_do_o<": "cuDNN sdpa compute_dot_do_o",
+    r"^void cudnn::fusion::compute_dot_do_o_specialized<true, (\d+)>": (
+        r"cuDNN sdpa compute_dot_do_o_specialized D\1"
+    ),
     ELEMENTWISE.format("vectorized_", r"(\d+), at::native::CUDAFunctor_add<c10::BFloat16>"): (
         r"elementwise add<bf16> vec\1"
     ),

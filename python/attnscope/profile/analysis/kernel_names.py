@@ -252,7 +252,10 @@ _FAMILIES: tuple[tuple[re.Pattern[str], Callable[[str, re.Match[str]], str]], ..
         (r"flash_attncute\w*?FlashAttention(Forward|Backward)([A-Za-z]+\d*)_", _fa4),
         (r"fmha_cutlass([FB])_([a-z]+\d+)_(\w*aligned)_(\d+x\d+)_(\w+)", _efficient),
         (r"^cudnn_generated_\w*sdpa_(sm\d+)_flash_([fb])prop_(\w+)", _cudnn_sdpa),
-        (r"cudnn::fusion::(\w+)<", lambda symbol, match: f"cuDNN sdpa {match[1]}"),
+        (
+            r"cudnn::fusion::(\w+)<\w+(?:, (\d+))?",
+            lambda symbol, match: _words("cuDNN sdpa", match[1], match[2] and f"D{match[2]}"),
+        ),
         (r"^nvjet_\w+", _same),
         (r"\w*(?:xmma_|cutlass_\d|cutlass3x_)\w*gemm\w*", _gemm),
         (r"multi_tensor_apply_kernel<", _multi_tensor),
