@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from forward_cases import CASES, OP_CALLS, op_call
-from helpers import HEAD_DIMS, MASKS, Target, assert_workload_passes
+from helpers import MASKS, Target, assert_workload_passes
 from value_cases import DIMS, VALUE_CASES
 
 from attnscope import attention
@@ -23,8 +23,8 @@ QUICK = [case for case in CASES if not case.id.startswith("many_")]
 
 
 def is_quick(case_id: str) -> bool:
-    """Whether a case has a head dim up to 64; larger ones take the same path in the kernel."""
-    return not any(f"-{dim}" in case_id for dim in DIMS if dim > 64)
+    """Whether a case has the smallest head dim; larger ones take the same path in the kernel."""
+    return not any(f"-{dim}" in case_id for dim in DIMS if dim > 8)
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy: log2(0), inf
@@ -47,8 +47,9 @@ def test_values_beyond_fp16(case):
     case(Target("triton", "cpu", BF16))
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_every_head_dim(head_dim):
+# One of each padded size; all of them run on a GPU.
+@pytest.mark.parametrize("head_dim", [8, 40, 96, 256])
+def test_head_dims(head_dim):
     shape = {"seqlen_q": 65, "seqlen_k": 130, "heads_q": 2, "heads_kv": 1}
     assert_workload_passes(TARGET, head_dim=head_dim, causal=True, **shape)
 
@@ -59,7 +60,7 @@ def test_value_head_dim_of_its_own(head_dim, head_dim_v):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 200), (63, 65), (257, 130), (129, 257)])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 200), (257, 130), (129, 257)])
 def test_masks_and_lengths(seqlen_q, seqlen_k, mask):
     shape = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads_q": 1, "heads_kv": 1}
     assert_workload_passes(TARGET, head_dim=24, **shape, **MASKS[mask])
