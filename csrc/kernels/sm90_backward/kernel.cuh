@@ -28,7 +28,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   auto& s = *reinterpret_cast<BackwardShared<Config>*>(shared_memory);
   using ptx::shared_address;
 
-  ptx::launch_dependents();
   if (a.tickets != nullptr) ptx::await_kernel_before();
   if (threadIdx.x / 32 == 0) describe_tile<Config>(a, take_tile(a), s.tile);
   if (threadIdx.x == 32) {
@@ -49,7 +48,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
   __syncthreads();
   // The kernel before writes the statistics and zeroes dQ. Each thread block waits for it, even if
-  // it needs neither: the kernel after this one relies on that.
+  // it needs neither: this kernel must not end before that one.
   if (s.tile.rows == 0 || s.tile.begin >= s.tile.end) ptx::await_kernel_before();
   if (s.tile.rows == 0) return;
 

@@ -116,8 +116,8 @@ cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cuda
                           kTile.threads(), kSharedBytes, stream, a);
   }
   if (error == cudaSuccess && places > 0) {
-    error = launch_kernel(Kernels::kPost, Kernels::kStartEarly, places, Kernels::kPostThreads, 0,
-                          stream, a);
+    // Not early: it would wait for the main kernel, and profilers would count the wait as its time.
+    error = launch_kernel(Kernels::kPost, false, places, Kernels::kPostThreads, 0, stream, a);
   }
   return error;
 }

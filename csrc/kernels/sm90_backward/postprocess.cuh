@@ -18,7 +18,6 @@ __global__ void __launch_bounds__(128 * Config::kConsumers)
   const int row = (Config::kSplitRows ? part * 64 : 0) + warp % 4 * 16;
   const int column = Config::kSplitRows ? 0 : part * 64;
   if (row >= b.rows) return;
-  ptx::await_kernel_before();
 
   const auto* gradient = reinterpret_cast<const float4*>(
       a.gradient + int64_t{place} * Config::kGradientFloats + part * Config::kPartFloats);
