@@ -245,6 +245,20 @@ def test_output_holds_tables_page_and_trace(name: str, tmp_path: Path) -> None:
     assert operators["self_gpu_us"].sum() == pytest.approx(kernels["total_us"].sum())
 
 
+def test_a_pipe_that_is_closed_early_loses_no_file(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    trace = str(RECORDED / "train.json.gz")
+    command = [sys.executable, "-m", "attnscope", "profile", "--trace", trace]
+    with subprocess.Popen(
+        [*command, "--output", str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.close()  # type: ignore[union-attr]
+        said = process.stderr.read()  # type: ignore[union-attr]
+    assert b"Traceback" not in said
+    for file in ("profile.json", "profile.html", "trace.json", "operators.csv"):
+        assert (folder / file).stat().st_size > 0
+
+
 def test_a_trace_in_the_output_folder_is_kept(tmp_path: Path) -> None:
     path = write_trace(
         tmp_path / "trace.json", op("a", 0, 50), launch(1, 10), kernel(1, 30, 40, "mine")

@@ -58,13 +58,12 @@ def test_a_new_table_is_in_every_output(
 
 
 def test_a_new_output_format_is_written_with_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def markdown(profile: object, folder: Path) -> list[Path]:
         (folder / "profile.md").write_text("# A profile\n")
         return [folder / "profile.md"]
 
     monkeypatch.setitem(FORMATS, "markdown", markdown)
-    write_all(Profile.read(RECORDED / "ops.json.gz"), tmp_path)
-    said = capsys.readouterr().out
+    said = write_all(Profile.read(RECORDED / "ops.json.gz"), tmp_path)
     assert "profile.md" in said and (tmp_path / "profile.md").exists()

@@ -87,9 +87,18 @@ def profile_command(
         if found is None:
             raise typer.Exit(code)
         try:
-            found.print(top=top, sort=sort, full_names=full_names)
+            # Files first: a pipe that is closed early ends the printing.
+            wrote, failure = "", None
             if output is not None and not found.empty:
-                write_all(found, output)
+                try:
+                    wrote = write_all(found, output)
+                except OSError as error:
+                    failure = error
+            found.print(top=top, sort=sort, full_names=full_names)
+            if failure is not None:
+                raise failure
+            if wrote:
+                say(wrote)
         except (ProfileError, OSError) as error:
             say(f"profile: {error}", "red", stderr=True)
             code = code or 1

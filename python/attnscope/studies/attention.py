@@ -124,7 +124,7 @@ def attention_command(
         say(f"ran {iterations} calls in each NVTX range of the domain {DOMAIN!r}: {ranges}")
         return
     with _failures(), bad_output(COMMAND, output):
-        write_all(profiled, output)
+        say(write_all(profiled, output))
 
 
 @contextmanager

@@ -42,8 +42,8 @@ FORMATS: dict[str, Callable[[Result, Path], list[Path]]] = {
 }
 
 
-def write_all(profile: Result, folder: Path) -> None:
-    """Write every format in a folder, and print the names of the files."""
+def write_all(profile: Result, folder: Path) -> str:
+    """Write every format in a folder. Returns a sentence with the names of the files."""
     folder.mkdir(parents=True, exist_ok=True)
     written = [path.name for write in FORMATS.values() for path in write(profile, folder)]
-    say(f"wrote {', '.join(sorted(written))} in {folder}")
+    return f"wrote {', '.join(sorted(written))} in {folder}"
