@@ -87,22 +87,26 @@ def profile_command(
         if found is None:
             raise typer.Exit(code)
         try:
-            # Files first: a pipe that is closed early ends the printing.
-            wrote, failure = "", None
-            if output is not None and not found.empty:
-                try:
-                    wrote = write_all(found, output)
-                except OSError as error:
-                    failure = error
-            found.print(top=top, sort=sort, full_names=full_names)
-            if failure is not None:
-                raise failure
-            if wrote:
-                say(wrote)
+            _show(found, output, top=top, sort=sort, full_names=full_names)
         except (ProfileError, OSError) as error:
             say(f"profile: {error}", "red", stderr=True)
             code = code or 1
     raise typer.Exit(code or int(found.incomplete is not None))
+
+
+def _show(found: Profile, output: Path | None, **options: Any) -> None:
+    """Write the files, then print the tables: a pipe that is closed early ends the printing."""
+    wrote, failure = "", None
+    if output is not None and not found.empty:
+        try:
+            wrote = write_all(found, output)
+        except OSError as error:
+            failure = error
+    found.print(**options)
+    if failure is not None:
+        raise failure
+    if wrote:
+        say(wrote)
 
 
 def _record(run: Script, options: dict[str, Any]) -> tuple[Profile | None, int]:
