@@ -41,34 +41,22 @@ __device__ __forceinline__ void init_barriers(WideShared<Config>& s) {
   ptx::fence_mbarrier_init();
 }
 
-// All threads of the cluster.
-template <class Config>
-__device__ __forceinline__ void sync_ranks() {
-  if constexpr (Config::kRanks == 1) {
-    __syncthreads();
-  } else {
-    ptx::cluster_sync();
-  }
-}
-
 template <class Config>
 __global__ void __cluster_dims__(Config::kRanks, 1, 1) __launch_bounds__(Config::kThreads, 1)
     wide_backward_kernel(const __grid_constant__ BackwardArguments a) {
   extern __shared__ __align__(1024) char shared_memory[];
   auto& s = *reinterpret_cast<WideShared<Config>*>(shared_memory);
-  const int rank = Config::kRanks == 1 ? 0 : ptx::uniform(ptx::cluster_rank());
+  const int rank = ptx::uniform(ptx::cluster_rank());
 
   if (threadIdx.x == 0) {
     init_barriers<Config>(s);
     if (a.tickets != nullptr && rank == 0) s.index = ptx::atomic_add(a.counter, 1);
   }
-  sync_ranks<Config>();  // also before a block writes to the other's shared memory
+  ptx::cluster_sync();  // also before a block writes to the other's shared memory
   if (threadIdx.x / 32 == 0) {
     int index = blockIdx.x / Config::kRanks;
     if (a.tickets != nullptr) {
-      index = Config::kRanks == 1
-                  ? s.index
-                  : ptx::load_cluster(ptx::cluster_address(ptx::shared_address(&s.index), 0));
+      index = ptx::load_cluster(ptx::cluster_address(ptx::shared_address(&s.index), 0));
     }
     describe_tile<WideTileConfig>(a, index, s.tile);
   }
@@ -81,19 +69,19 @@ __global__ void __cluster_dims__(Config::kRanks, 1, 1) __launch_bounds__(Config:
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     if (threadIdx.x == 0 && any && s.tile.begin < s.tile.end) produce_wide<Config>(a, s, rank);
     __syncwarp();
-    sync_ranks<Config>();
+    ptx::cluster_sync();
   } else if (threadIdx.x < 256) {
     ptx::setmaxnreg_inc<Config::kValueRegisters>();
     if (any) ValueConsumer<Config>(a, s, rank).run();
-    sync_ranks<Config>();
+    ptx::cluster_sync();
   } else if (threadIdx.x < 384) {
     ptx::setmaxnreg_inc<Config::kKeyRegisters>();
     if (any) KeyConsumer<Config>(a, s, rank).run();
-    sync_ranks<Config>();
+    ptx::cluster_sync();
   } else {
     ptx::setmaxnreg_dec<Config::kQueryRegisters>();
     if (any) QueryConsumer<Config>(a, s, rank).run();
-    sync_ranks<Config>();
+    ptx::cluster_sync();
   }
 }
 

@@ -272,13 +272,9 @@ class KeyConsumer : WideConsumer<Config> {
     ptx::barrier_sync(kBarrier, 128);
     if (threadIdx.x % 128 == 0) {
       const uint32_t full = ptx::shared_address(&s.ds_full[slot.stage]);
-      if constexpr (Config::kRanks == 1) {
-        ptx::mbarrier_arrive(full);
-      } else {
-        ptx::mbarrier_arrive_expect_tx(full, Config::kScoreBytes);
-        ptx::cluster_copy(ptx::cluster_address(shared, 1 - rank), shared, Config::kScoreBytes,
-                          ptx::cluster_address(full, 1 - rank));
-      }
+      ptx::mbarrier_arrive_expect_tx(full, Config::kScoreBytes);
+      ptx::cluster_copy(ptx::cluster_address(shared, 1 - rank), shared, Config::kScoreBytes,
+                        ptx::cluster_address(full, 1 - rank));
     }
     __syncwarp();
   }

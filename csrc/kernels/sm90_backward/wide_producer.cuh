@@ -30,23 +30,16 @@ __device__ __forceinline__ void produce_wide(const BackwardArguments& a, WideSha
       const uint32_t to =
           shared_address(buffer) + i * Config::kColumnBytes + rank * kShare * Config::kRowBytes;
       const int head_at = head * tensor.head_step, batch_at = t.batch * tensor.batch_step;
-      if constexpr (kRanks == 1) {
-        ptx::tma_load_4d(to, &tensor.map, shared_address(&full), ptx::CachePolicy::kEvictLast,
-                         i * 64, row, head_at, batch_at);
-      } else {
-        ptx::tma_multicast_4d(to, &tensor.map, shared_address(&full), ptx::CachePolicy::kEvictLast,
-                              (1 << kRanks) - 1, i * 64, row + rank * kShare, head_at, batch_at);
-      }
+      ptx::tma_multicast_4d(to, &tensor.map, shared_address(&full), ptx::CachePolicy::kEvictLast,
+                            (1 << kRanks) - 1, i * 64, row + rank * kShare, head_at, batch_at);
     }
   };
 
   ptx::mbarrier_arrive_expect_tx(shared_address(&s.k_full),
                                  Config::kTileBytes + Config::kPeerBlocks * Config::kColumnBytes);
   load_keys(s.k, a.k, s.k_full, rank * 64, 0, Config::kColumnBlocks);
-  if constexpr (kRanks == 2) {
-    load_keys(s.peer_k, a.k, s.k_full, (1 - rank) * 64, rank * (Config::kColumnBlocks - 2),
-              Config::kPeerBlocks);
-  }
+  load_keys(s.peer_k, a.k, s.k_full, (1 - rank) * 64, rank * (Config::kColumnBlocks - 2),
+            Config::kPeerBlocks);
   int count = 0;
 #pragma unroll 1
   for (int head = t.head_kv * a.group; head < (t.head_kv + 1) * a.group; ++head) {

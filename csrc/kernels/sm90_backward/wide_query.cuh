@@ -55,12 +55,10 @@ class QueryConsumer : WideRole<Config> {
  private:
   // The products of step `i`, and the first of the column blocks of product `j`, see WideConfig.
   __device__ __forceinline__ int product_count(int i) const {
-    if constexpr (kRanks == 1) return kColumnBlocks / kProductBlocks;
     if constexpr (kColumnBlocks == 4) return 2 / kProductBlocks;
     return (i + rank) % 2 + 1;
   }
   __device__ __forceinline__ int column_block(int j) const {
-    if constexpr (kRanks == 1) return j * kProductBlocks;
     if constexpr (kColumnBlocks == 4) return 2 * rank + j;
     return j == 0 ? 2 * rank : 1;
   }
@@ -69,9 +67,7 @@ class QueryConsumer : WideRole<Config> {
     wait(s.k_full, 0);
     if (!a.packed || s.tile.rows == 64 * kRanks) return;
     Base::clear_rows(s.k, kColumnBlocks, Base::rows(rank), kBarrier);
-    if constexpr (kRanks == 2) {
-      Base::clear_rows(s.peer_k, Config::kPeerBlocks, Base::rows(1 - rank), kBarrier);
-    }
+    Base::clear_rows(s.peer_k, Config::kPeerBlocks, Base::rows(1 - rank), kBarrier);
   }
 
   // Columns of dQ [64, .]: dS of each rank, K-major, times its K, N-major. In the order of the
@@ -83,7 +79,7 @@ class QueryConsumer : WideRole<Config> {
     ptx::wgmma_fence();
 #pragma unroll
     for (int r = 0; r < kRanks; ++r) {
-      const ptx::WgmmaDescriptor keys = Base::descriptor(kRanks == 1 || rank == r ? own : peer);
+      const ptx::WgmmaDescriptor keys = Base::descriptor(rank == r ? own : peer);
       const ptx::WgmmaDescriptor ds =
           Base::descriptor(ptx::shared_address(s.ds) + (stage * kRanks + r) * Config::kScoreBytes);
 #pragma unroll

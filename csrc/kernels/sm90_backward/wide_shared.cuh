@@ -24,7 +24,7 @@ struct WideConfig {
   static constexpr int kBlockN = 64;  // keys of a thread block
   static constexpr int kStages = kTile.stages;
   // What fits: with two ranks, head dim 256 has room for one buffer of dO.
-  static constexpr int kDoutStages = kHeadDim == 256 && kRanks == 2 ? 1 : 2;
+  static constexpr int kDoutStages = kHeadDim == 256 ? 1 : 2;
   static constexpr int kScoreStages = kHeadDim == 256 ? 1 : 2;
   static constexpr int kGradientStages = 2;
   static constexpr int kThreads = kTile.threads();
@@ -48,12 +48,12 @@ struct WideConfig {
   // fit into the registers of the launch, 128.
   static constexpr int kSlices = kHeadDim == 256 ? 2 : 1;
   static constexpr int kSliceColumns = kHeadDim / kSlices;
-  static constexpr int kPeerBlocks = kRanks == 1 ? 0 : 2;     // column blocks of the other rank's K
+  static constexpr int kPeerBlocks = 2;                       // column blocks of the other rank's K
   static constexpr int kGradientFloats = kBlockM * kHeadDim;  // of dQ of a block
   static constexpr int kPartFloats = 64 * 64;                 // of a column block of it
 
   static_assert(kHeadDim == 192 || kHeadDim == 256, "two ranks share 3 or 4 column blocks");
-  static_assert(kRanks == 1 || kRanks == 2, "a rank has at most one peer");
+  static_assert(kRanks == 2, "a rank has one peer");
 };
 
 // make_probabilities leaves dS / dT P in fp32.
@@ -80,7 +80,7 @@ struct WideShared {
   alignas(1024) Element k[kTileElements];
   alignas(1024) Element v[kTileElements];  // at the end: dK on the way out
   // The columns of the other rank's K for this rank's part of dQ.
-  alignas(1024) Element peer_k[Config::kRanks == 1 ? 8 : Config::kPeerBlocks * 64 * 64];
+  alignas(1024) Element peer_k[Config::kPeerBlocks * 64 * 64];
   alignas(1024) Element q[kQueryBuffers][kTileElements];
   alignas(1024) Element dout[kDoutBuffers][kTileElements];
   alignas(1024) Element ds[kScoreBuffers][Config::kRanks][64 * 64];  // dS [queries, a rank's keys]
@@ -142,15 +142,11 @@ class WideRole {
   }
   // The same at each rank's barrier.
   __device__ __forceinline__ static void release_ranks(uint64_t& barrier) {
-    if constexpr (Config::kRanks == 1) {
-      release(barrier);
-    } else {
-      const int lane = threadIdx.x % 32;
-      __syncwarp();
-      ptx::cluster_arrive_if(
-          ptx::cluster_address(ptx::shared_address(&barrier), lane % Config::kRanks),
-          lane < Config::kRanks);
-    }
+    const int lane = threadIdx.x % 32;
+    __syncwarp();
+    ptx::cluster_arrive_if(
+        ptx::cluster_address(ptx::shared_address(&barrier), lane % Config::kRanks),
+        lane < Config::kRanks);
   }
 
   // Zeroes rows of `blocks` column blocks from `first` on: they belong to another sequence, may
