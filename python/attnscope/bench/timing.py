@@ -176,11 +176,13 @@ class CudaGraph:
             try:
                 with torch.cuda.graph(graph):
                     call()
-            except Exception:
+            except Exception as error:
                 # A capture that fails leaves the generator waiting for its end.
                 generator = torch.cuda.default_generators[torch.cuda.current_device()]
                 generator.graphsafe_set_state(generator.clone_state())
-                raise
+                # The end of the capture fails too, and hides the error of the call.
+                first = error.__context__
+                raise first if isinstance(first, Exception) else error from None
             self._graphs[call] = graph
         return self._graphs[call]
 
