@@ -194,7 +194,7 @@ def test_an_op_called_twenty_times_is_counted_twenty_times() -> None:
             attention(q, q, q)
     found.expect("attnscope::forward", 20)
     with pytest.raises(
-        ProfileError, match="name must match an op or kernel, got 'attnscope::forwrd'"
+        ProfileError, match="name must match an op or kernel, got"
     ):
         found.expect("attnscope::forwrd", 20)
     assert found.audit.launches == 20 and len(found.audit.sentinels) == 2
