@@ -193,9 +193,7 @@ def test_an_op_called_twenty_times_is_counted_twenty_times() -> None:
         for _ in range(20):
             attention(q, q, q)
     found.expect("attnscope::forward", 20)
-    with pytest.raises(
-        ProfileError, match="name must match an op or kernel, got"
-    ):
+    with pytest.raises(ProfileError, match="name must match an op or kernel, got"):
         found.expect("attnscope::forwrd", 20)
     assert found.audit.launches == 20 and len(found.audit.sentinels) == 2
 
