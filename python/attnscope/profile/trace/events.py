@@ -68,6 +68,15 @@ class GpuEvent:
         return self.end - self.start
 
 
+# Nesting order of events that start and end together: a range is entered before the op in it.
+_RANKS = {"range": 0, "python": 1, "op": 2, "call": 3}
+
+
+def entry_order(event: CpuEvent) -> tuple[int, int, int]:
+    """Sort key: by start, outer events first."""
+    return event.start, -event.end, _RANKS[event.kind]
+
+
 def is_open(event: CpuEvent, call_start: int) -> bool:
     """Whether an event was open when a CUDA call began, as far as their two clocks agree."""
     return event.start - CLOCKS_NS <= call_start < event.end + CLOCKS_NS

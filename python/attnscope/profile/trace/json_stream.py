@@ -63,9 +63,7 @@ class Number(str):
     """A decimal number as written in the file; the type distinguishes it from a string."""
 
 
-_DECODER = json.JSONDecoder(
-    parse_float=Number, parse_constant=lambda token: None, strict=False
-)
+_DECODER = json.JSONDecoder(parse_float=Number, parse_constant=lambda token: None, strict=False)
 
 
 def decode(text: str) -> Any:
@@ -124,7 +122,9 @@ class JsonText:
         if self.peek():
             raise self.wrong("text after the end of the object")
         if not found:
-            raise ValueError(f"{self.path} must have a list {key}, got an object without it. {REMEDY}")
+            raise ValueError(
+                f"{self.path} must have a list {key}, got an object without it. {REMEDY}"
+            )
 
     def more(self) -> bool:
         """Drop parsed text, read at least as much as is left; False at the end of the file."""

@@ -19,12 +19,20 @@ from collections import defaultdict
 from collections.abc import Mapping
 from decimal import Decimal
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from attnscope.profile.trace.events import Allocation, CpuEvent, GpuEvent, Overhead, Trace
+from attnscope.profile.trace.events import (
+    Allocation,
+    CpuEvent,
+    GpuEvent,
+    Overhead,
+    Trace,
+    entry_order,
+)
 from attnscope.profile.trace.json_stream import REMEDY, JsonText, decode, open_trace, plain
-from attnscope.profile.trace.thread_ids import correct_threads, drop_copied_ids
+from attnscope.profile.trace.thread_ids import correct_ids
 from attnscope.profile.trace.window import remove_own
 
 CPU_KINDS = {
@@ -35,8 +43,6 @@ CPU_KINDS = {
     "cuda_driver": "call",
 }
 GPU_KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
-# Nesting order of events that start and end together: a range is entered before the op in it.
-RANKS = {"range": 0, "python": 1, "op": 2, "call": 3}
 # A complete event as PyTorch writes it (2.11 on few lines, 2.13 one member a line), or an arrow from
 # a launch to its kernel, which the correlation ids make redundant.
 EVENT = re.compile(
@@ -248,10 +254,10 @@ class _Builder:
         """Make times relative, remove the sentinels, then sort, number, nest and join launches."""
         trace = self.trace
         timed: list[CpuEvent | GpuEvent] = [*trace.cpu, *trace.gpu]
-        spans = [(e.start, e.end) for e in timed] + ([self.window] if self.window else [])
-        origin = min((start for start, _ in spans), default=0)
+        begin, end = ([self.window[0]], [self.window[1]]) if self.window else ([], [])
+        origin = min(chain((event.start for event in timed), begin), default=0)
         trace.origin, trace.start = origin, 0
-        trace.end = max((end for _, end in spans), default=0) - origin
+        trace.end = max(chain((event.end for event in timed), end), default=0) - origin
         for event in timed:
             event.start -= origin
             event.end -= origin
@@ -262,12 +268,10 @@ class _Builder:
             for arrow, thread, time in self.heads
             if arrow in self.tails
         }
-        trace.cpu.sort(key=_order)
+        trace.cpu.sort(key=entry_order)
         trace.gpu.sort(key=lambda e: (e.start, e.end))
-        drop_copied_ids(trace.cpu, trace.gpu)
-        correct_threads(trace.cpu, trace.gpu)
+        correct_ids(trace.cpu, trace.gpu)
         remove_own(trace)
-        trace.cpu.sort(key=_order)  # events that were cut now begin with the window
         nest(trace.cpu)
         calls: dict[int, list[CpuEvent]] = defaultdict(list)
         for event in trace.cpu:
@@ -279,11 +283,6 @@ class _Builder:
                 # CUPTI's 32-bit ids repeat: take the last call before the work.
                 before = bisect_right(same, work.start, key=lambda call: call.start)
                 work.launch = same[max(0, before - 1)].index
-
-
-def _order(event: CpuEvent) -> tuple[int, int, int]:
-    """Sort key: by start, outer events first."""
-    return event.start, -event.end, RANKS[event.kind]
 
 
 def nest(events: list[CpuEvent]) -> None:
@@ -299,11 +298,16 @@ def nest(events: list[CpuEvent]) -> None:
         stack = stacks.setdefault(event.thread, [])
         while stack and stack[-1].end <= event.start:
             stack.pop()
-        need = event.start + 1 if event.kind == "call" else event.end
-        outer = next((other for other in reversed(stack) if other.end >= need), None)
-        event.parent = outer.index if outer else -1
-        if event.kind != "call":
-            stack.append(event)
+        if event.kind == "call":
+            event.parent = stack[-1].index if stack else -1
+            continue
+        for outer in reversed(stack):
+            if outer.end >= event.end:
+                event.parent = outer.index
+                break
+        else:
+            event.parent = -1
+        stack.append(event)
 
 
 def nanoseconds(microseconds: str | int | float) -> int:
