@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
@@ -152,19 +152,31 @@ def step_breakdown(attribution: Attribution) -> pandas.DataFrame:
     return table
 
 
+def _union(events: Iterable[CpuEvent | GpuEvent]) -> Iterator[Interval]:
+    """The times in which any event ran, as disjoint intervals in order; events sorted by start."""
+    begin = until = 0
+    for event in events:
+        if event.start > until:
+            if until > begin:
+                yield begin, until
+            begin = event.start
+        until = max(until, event.end)
+    if until > begin:
+        yield begin, until
+
+
 def split(
     steps: Sequence[Step], by_part: Sequence[Iterable[CpuEvent | GpuEvent]]
 ) -> list[list[int]]:
     """Nanoseconds of each step in each part; each instant counts in the first active part.
 
-    Steps must be sorted and disjoint. The last entry is time that no part covers, so the entries of
+    The steps and the events of each part must be sorted by start, and the steps disjoint. The last entry is time that no part covers, so the entries of
     a step sum to its length.
     """
     edges: list[tuple[int, int, int]] = []  # time, part, +1 or -1
     for part, events in enumerate(by_part):
-        for event in events:
-            if event.end > event.start:
-                edges += [(event.start, part, 1), (event.end, part, -1)]
+        for start, end in _union(events):
+            edges += [(start, part, 1), (end, part, -1)]
     # Step boundaries split the intervals there; they belong to no part.
     none = len(by_part)
     for step in steps:
