@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from attnscope.common.collector import collector_off
 from attnscope.common.console import explain, say
 from attnscope.common.options import bad_input, make_folder
 from attnscope.profile.api import Profile
@@ -94,6 +95,7 @@ def profile_command(
     raise typer.Exit(code or int(found.incomplete is not None))
 
 
+@collector_off()
 def _show(found: Profile, output: Path | None, **options: Any) -> None:
     """Write the files, then print the tables: a pipe that is closed early ends the printing."""
     wrote, failure = "", None

@@ -259,6 +259,8 @@ class FlopCounts:
         for index, kernels in self._launched.items():
             if index in self.works:
                 self.works[index] = _as_run(self.works[index], kernels)
+        # Indices of the events with FLOPs or uncounted kernels in them, or inside a counted op.
+        self.known = {*self._inside, *self._missed, *self._covered}
 
     def _add(self, kernel: GpuEvent) -> None:
         owner = self._attribution.op(kernel)
@@ -296,7 +298,7 @@ class FlopCounts:
 
     def within(self, events: Iterable[CpuEvent]) -> list[Work] | str:
         """The works inside any of the events, each once; or why some are unknown."""
-        events = list(events)
+        events = [event for event in events if event.index in self.known]
         missed = sorted({at for event in events for at in self._missed.get(event.index, ())})
         if missed:
             kernel, reason = self.uncounted[missed[0]]

@@ -43,13 +43,16 @@ def program_window(trace: Trace) -> Interval:
     first op, such as loading data, is included. The profiler's own work before and after is
     excluded. Raises ValueError for an empty trace.
     """
-    events: list[CpuEvent | GpuEvent] = [e for e in trace.cpu if e.kind in ("op", "range")]
-    events += trace.gpu
-    events += [trace.cpu[work.launch] for work in trace.gpu if work.launch >= 0]
-    if not events:
+    launches = {work.launch for work in trace.gpu if work.launch >= 0}
+    starts = [at for _, at in trace.steps[:1]] + [work.start for work in trace.gpu[:1]]
+    ends = [work.end for work in trace.gpu]
+    for event in trace.cpu:
+        if event.kind == "op" or event.kind == "range" or event.index in launches:
+            starts.append(event.start)
+            ends.append(event.end)
+    if not ends:
         raise ValueError("trace must have an op, a range or a GPU event, got none")
-    starts = [e.start for e in events] + [at for _, at in trace.steps[:1]]
-    return min(starts), max([e.end for e in events] + [trace.steps_end or 0])
+    return min(starts), max(max(ends), trace.steps_end or 0)
 
 
 def find_steps(attribution: Attribution) -> tuple[list[Step], str]:
@@ -170,8 +173,8 @@ def split(
 ) -> list[list[int]]:
     """Nanoseconds of each step in each part; each instant counts in the first active part.
 
-    The steps and the events of each part must be sorted by start, and the steps disjoint. The last entry is time that no part covers, so the entries of
-    a step sum to its length.
+    The steps and the events of each part must be sorted by start, and the steps disjoint. The last
+    entry is time that no part covers, so the entries of a step sum to its length.
     """
     edges: list[tuple[int, int, int]] = []  # time, part, +1 or -1
     for part, events in enumerate(by_part):
@@ -182,16 +185,15 @@ def split(
     for step in steps:
         edges += [(step.start, none, 0), (step.end, none, 0)]
     edges.sort()
-    active = [0] * none
+    active = 0  # bit p: part p is active
+    first = [next((p for p in range(none) if bits >> p & 1), none) for bits in range(1 << none)]
     taken = [[0] * (none + 1) for _ in steps]
     at, before = 0, 0
     for time, part, change in edges:
         while at < len(steps) and steps[at].end <= before:
             at += 1
         if at < len(steps) and before >= steps[at].start and time > before:
-            first = next((p for p in range(none) if active[p]), none)
-            taken[at][first] += time - before
-        if part < none:
-            active[part] += change
+            taken[at][first[active]] += time - before
+        active += change << part
         before = time
     return taken

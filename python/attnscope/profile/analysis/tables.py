@@ -46,17 +46,19 @@ def operator_table(
     names = _names(trace, outer)
     inner = _ops_of_functions(trace, outer)
     rows[NO_OP]  # create the row even if it stays empty
-    until: Counter[int] = Counter()  # where the ops inside each op, so far, end
+    until = [0] * len(trace.cpu)  # where the ops inside each op, so far, end
     for event in trace.cpu:
         if event.kind == "op":
             row = rows[event.name]
-            row.events.append(event)
+            if event.index in counts.known:
+                row.events.append(event)
             row.self_cpu += event.duration
             above = outer[event.index]
             if above >= 0:
-                inside = max(0, event.end - max(event.start, until[above]))
-                rows[trace.cpu[above].name].self_cpu -= inside
-                until[above] = max(until[above], event.end)
+                begin = max(event.start, until[above])
+                if event.end > begin:
+                    rows[trace.cpu[above].name].self_cpu -= event.end - begin
+                    until[above] = event.end
             if above < 0 or event.name not in names[above]:
                 row.cpu += event.duration
                 row.calls += 1  # autocast calls an op of the same name inside

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import functools
-import gc
 import os
 import re
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from attnscope.common.collector import collector_off
 from attnscope.common.console import say
 from attnscope.common.hardware.nvml import Nvml
 from attnscope.profile.api import Profile
@@ -73,8 +72,8 @@ class Recorder:
             self._nvml = Nvml(torch.device("cuda" if cuda else "cpu"))
             self.torch_profiler = _torch_profiler(cuda, self._options)
             synchronize()
-            if self._options.stacks:
-                opened.enter_context(_collector_off())
+            if self._options.stacks:  # the collector is slow then, and appears in the frames
+                opened.enter_context(collector_off())
             self.torch_profiler.start()
             opened.callback(self._stop_torch)
             late = threading.Timer(LONG_REGION_S, _warn_of_length)
@@ -192,18 +191,6 @@ def _sentinel(cuda: bool) -> None:
             # Bypasses the dispatcher, so no row of PyTorch's own table includes its time.
             torch.cuda._sleep(1)
             torch.cuda.synchronize()
-
-
-@contextmanager
-def _collector_off() -> Iterator[None]:
-    """Disable garbage collection: with Python frames recorded it is slow, and appears in them."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def _warn_of_length() -> None:

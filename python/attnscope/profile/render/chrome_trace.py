@@ -37,7 +37,8 @@ def write_chrome_trace(profile: Result, path: str | os.PathLike[str]) -> None:
         raise ValueError(
             f"path must not be the trace that was read, got {path}. Give another file name"
         )
-    rows = [json.dumps(row, allow_nan=False)[1:-1] for row in _added(profile.attribution)]
+    encode = json.JSONEncoder(allow_nan=False).encode
+    rows = [encode(row)[1:-1] for row in _added(profile.attribution)]
     with open_trace(profile.source) as file, open_output(path) as out:
         head = ""
         while not (begin := EVENTS.search(head)):

@@ -92,8 +92,21 @@ def to_json(profile: Result, path: str | os.PathLike[str]) -> None:
         "tables": {name: rows_of(table) for name, table in profile_tables(profile).items()},
     }
     with open_output(path) as file:
-        json.dump(content, file, indent=1, allow_nan=False)
-        file.write("\n")
+        _write(content, file)
+
+
+def _write(content: dict[str, Any], file: IO[str]) -> None:
+    """Write JSON with one row of a table a line: json's indentation is slow for many rows."""
+    encode = json.JSONEncoder(allow_nan=False).encode
+    rest = {key: value for key, value in content.items() if key != "tables"}
+    file.write(json.dumps(rest, indent=1, allow_nan=False).removesuffix("\n}"))
+    file.write(',\n "tables": {')
+    for at, (name, rows) in enumerate(content["tables"].items()):
+        file.write(f"{',' if at else ''}\n  {encode(name)}: [")
+        for number, row in enumerate(rows):
+            file.write(f"{',' if number else ''}\n   {encode(row)}")
+        file.write("\n  ]")
+    file.write("\n }\n}\n")
 
 
 def _environment(profile: Result) -> dict[str, Any]:

@@ -111,8 +111,8 @@ class Trace:
     kernels are in no other list. `waits` counts the profiler's own waits for the device, one at
     each end of a region. `thread` is the thread that ended the region. `steps` has the number and
     start time of each recorded step. `steps_end` is the end of the last one, None if the program
-    ended first. `origin` is the file's time, in nanoseconds, that is 0 here. `repaired`: the file is
-    not JSON, because names in it have quotes that PyTorch did not escape.
+    ended first. `origin` is the file's time, in nanoseconds, that is 0 here. `repaired` is True for
+    a file that is not JSON because PyTorch did not escape quotes in names.
     """
 
     cpu: list[CpuEvent] = field(default_factory=list)

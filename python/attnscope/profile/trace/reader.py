@@ -23,6 +23,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from attnscope.common.collector import collector_off
 from attnscope.profile.trace.events import (
     Allocation,
     CpuEvent,
@@ -43,18 +44,20 @@ CPU_KINDS = {
     "cuda_driver": "call",
 }
 GPU_KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
-# A complete event as PyTorch writes it (2.11 on few lines, 2.13 one member a line), or an arrow from
-# a launch to its kernel, which the correlation ids make redundant.
+# A complete event as PyTorch writes it (2.11 on few lines, 2.13 one member a line), or an arrow
+# from a launch to its kernel, which the correlation ids make redundant.
 EVENT = re.compile(
-    r'\s*\{\s*"ph": (?:"[sf]",\s*"id": \d+,[^{}]*"cat": "ac2g"[^{}]*\}|"X",\s*"cat": "(%s)",\s*"name": "([^"\\\n]*)",\s*"pid": (\d+),'
-    r'\s*"tid": (\d+),\s*"ts": (\d+)\.(\d{3}),\s*"dur": (\d+)\.(\d{3})'
-    r'\s*(?:,\s*"args": \{([^{}]*)\}\s*)?\})' % "|".join([*CPU_KINDS, *GPU_KINDS])
+    r'\s*\{\s*"ph": (?:"[sf]",\s*"id": \d+,[^{}]*"cat": "ac2g"[^{}]*\}|"X",'
+    rf'\s*"cat": "({"|".join([*CPU_KINDS, *GPU_KINDS])})",\s*"name": "([^"\\\n]*)",'
+    r'\s*"pid": (\d+),\s*"tid": (\d+),\s*"ts": (\d+)\.(\d{3}),\s*"dur": (\d+)\.(\d{3})'
+    r'\s*(?:,\s*"args": \{([^{}]*)\}\s*)?\})'
 )
 IDS = re.compile(r'"(External id|correlation|Sequence number|Fwd thread id)": (\d+),?\s*')
 REPEATED = 1 << 14  # decoded texts that are kept
 NO_INPUTS = (None, None, None)
 
 
+@collector_off()
 def read_trace(path: str | os.PathLike[str]) -> Trace:
     """Read a `.json` or `.json.gz` that `export_chrome_trace` wrote.
 

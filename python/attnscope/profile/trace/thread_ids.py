@@ -33,8 +33,10 @@ def _drop_copied_ids(
         return
     timed = ((ops[e.external_id], e.start) for e in calls if e.external_id in ops)
     if not all(is_open(op, start) for op, start in timed):
-        for event in (*calls, *gpu):
-            event.external_id = 0
+        for call in calls:
+            call.external_id = 0
+        for work in gpu:
+            work.external_id = 0
 
 
 def _correct_threads(
