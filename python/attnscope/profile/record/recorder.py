@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from attnscope.common.collector import collector_off
-from attnscope.common.console import say
+from attnscope.common.console import progress, say
 from attnscope.common.hardware.nvml import Nvml
 from attnscope.profile.api import Profile
 from attnscope.profile.errors import ProfileError
@@ -111,7 +111,8 @@ class Recorder:
             )
             file = re.sub(r"[^A-Za-z0-9._-]+", "-", self._name)
             source = Path(folder.name) / f"{file}.json"
-            self.torch_profiler.export_chrome_trace(str(source))
+            with progress("PyTorch's profiler writes its trace"):
+                self.torch_profiler.export_chrome_trace(str(source))
         _warn_of_size(source)
         trace = read_trace(source)
         if trace.waits != 2:

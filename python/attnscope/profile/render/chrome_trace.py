@@ -38,7 +38,6 @@ def write_chrome_trace(profile: Result, path: str | os.PathLike[str]) -> None:
             f"path must not be the trace that was read, got {path}. Give another file name"
         )
     encode = json.JSONEncoder(allow_nan=False).encode
-    rows = [encode(row)[1:-1] for row in _added(profile.attribution)]
     with open_trace(profile.source) as file, open_output(path) as out:
         head = ""
         while not (begin := EVENTS.search(head)):
@@ -46,7 +45,9 @@ def write_chrome_trace(profile: Result, path: str | os.PathLike[str]) -> None:
                 raise ValueError(f"{profile.source} must have a list traceEvents, got none")
             head += more
         # A trace with kernels has events, so ours can be inserted before them.
-        out.write(head[: begin.end()] + "".join(f"\n  {{\n    {row}\n  }}," for row in rows))
+        out.write(head[: begin.end()])
+        for row in _added(profile.attribution):
+            out.write(f"\n  {{\n    {encode(row)[1:-1]}\n  }},")
         more = head[begin.end() :]
         while more:
             out.write(escape_names(more) if profile.trace.repaired else more)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from attnscope.profile.analysis.result import Result
 
 SCHEMA = 1
+ROWS = 1 << 9  # rows of a table that are converted at a time
 
 
 def profile_tables(profile: Result) -> dict[str, pandas.DataFrame]:
@@ -40,7 +41,7 @@ def write_csv(profile: Result, folder: str | os.PathLike[str]) -> list[Path]:
     for name in TABLES:
         path, table = Path(folder) / f"{name}.csv", profile.table(name)
         if len(table):
-            table.to_csv(path, index=False)
+            table.to_csv(path, index=False, chunksize=ROWS)
             written.append(path)
         elif ours:
             path.unlink(missing_ok=True)
@@ -89,22 +90,23 @@ def to_json(profile: Result, path: str | os.PathLike[str]) -> None:
         "efficiency_reasons": dict(found.reasons),
         "steps": _steps(profile),
         "findings": [vars(one) for one in profile.findings()],
-        "tables": {name: rows_of(table) for name, table in profile_tables(profile).items()},
     }
+    tables = profile_tables(profile)
     with open_output(path) as file:
-        _write(content, file)
+        _write(content, tables, file)
 
 
-def _write(content: dict[str, Any], file: IO[str]) -> None:
+def _write(content: dict[str, Any], tables: dict[str, pandas.DataFrame], file: IO[str]) -> None:
     """Write JSON with one row of a table a line: json's indentation is slow for many rows."""
     encode = json.JSONEncoder(allow_nan=False).encode
-    rest = {key: value for key, value in content.items() if key != "tables"}
-    file.write(json.dumps(rest, indent=1, allow_nan=False).removesuffix("\n}"))
+    file.write(json.dumps(content, indent=1, allow_nan=False).removesuffix("\n}"))
     file.write(',\n "tables": {')
-    for at, (name, rows) in enumerate(content["tables"].items()):
+    for at, (name, table) in enumerate(tables.items()):
         file.write(f"{',' if at else ''}\n  {encode(name)}: [")
-        for number, row in enumerate(rows):
-            file.write(f"{',' if number else ''}\n   {encode(row)}")
+        for start in range(0, len(table), ROWS):
+            rows = rows_of(table.iloc[start : start + ROWS])
+            lines = ",\n   ".join(map(encode, rows))
+            file.write(f"{',' if start else ''}\n   {lines}")
         file.write("\n  ]")
     file.write("\n }\n}\n")
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from attnscope.common.collector import collector_off
+from attnscope.common.console import progress
 from attnscope.profile.trace.events import (
     Allocation,
     CpuEvent,
@@ -54,6 +55,7 @@ EVENT = re.compile(
 )
 IDS = re.compile(r'"(External id|correlation|Sequence number|Fwd thread id)": (\d+),?\s*')
 REPEATED = 1 << 14  # decoded texts that are kept
+REPORTED = 1 << 13  # events from one report of the progress to the next
 NO_INPUTS = (None, None, None)
 
 
@@ -66,11 +68,13 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     trace = Trace()
     builder = _Builder(trace)
     try:
-        with open_trace(path) as file:
-            text = JsonText(file, Path(path))
+        with open_trace(path) as file, progress(f"reading {Path(path).name}") as report:
+            text, size = JsonText(file, Path(path)), os.fstat(file.fileno()).st_size
             for key, value in text.members("traceEvents", EVENT):
                 if key == "traceEvents":
                     builder.add_checked(value, path)
+                    if not builder.events % REPORTED:
+                        report(os.lseek(file.fileno(), 0, os.SEEK_CUR) / size)
                 elif key == "deviceProperties":
                     trace.devices = plain(value) or []
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -91,7 +95,7 @@ class _Builder:
         self.window: tuple[int, int] | None = None
         self.tails: dict[Any, int] = {}  # arrows from forward to backward: id -> thread
         self.heads: list[tuple[Any, int, int]] = []  # id, thread, time
-        self.shared: dict[Any, Any] = {}  # one copy of each name and each tuple of shapes
+        self.shared: dict[Any, Any] = {}  # one copy of each name, thread and tuple of shapes
         self.inputs_of = lru_cache(REPEATED)(lambda text: self.inputs(decode(f"{{{text}}}")))
         self.facts_of = lru_cache(REPEATED)(lambda text: self.facts(decode(f"{{{text}}}")))
 
@@ -202,7 +206,7 @@ class _Builder:
         event = CpuEvent(
             CPU_KINDS[category],
             self.share(name),
-            thread,
+            self.share(thread),
             start,
             end,
             -1,
