@@ -7,19 +7,23 @@ from pathlib import Path
 
 LAYERS = 32
 # Ops of a layer: names from the outermost to the one that launches, shapes, kernel.
-ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float> >(int)"
+ADD = (
+    "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, "
+    "std::array<char*, 3ul> >(int, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul>)"
+)
 LINEAR = (
     "aten::linear", "aten::matmul", "aten::t", "aten::transpose", "aten::as_strided", "aten::mm",
 )  # fmt: skip
+CAST = ("aten::type_as", "aten::to", "aten::_to_copy", "aten::empty_strided", "aten::copy_")
 OPS = (
     (LINEAR, "[[1, 512], [512, 512], []]", "nvjet_tst_64x8_64x16_4x1_v_bz_TNT"),
-    (("aten::type_as", "aten::to", "aten::_to_copy", "aten::add"), "[[1, 512], [], [1]]", ADD),
+    (CAST, "[[1, 512], [], [1]]", ADD.replace("CUDAFunctor_add<float>", "direct_copy")),
+    (("aten::select", "aten::as_strided", "aten::add"), "[[1, 512], [1, 512], []]", ADD),
     (
         ("aten::view", "aten::reshape", "aten::softmax", "aten::_softmax"),
         "[[8, 256], []]",
         "softmax",
     ),
-    (LINEAR, "[[1, 512], [2048, 512], []]", "nvjet_tst_64x8_64x16_4x1_v_bz_TNT"),
 )
 CPU, GPU = '"pid": 2299, "tid": 2299', '"pid": 0, "tid": 7'
 ORIGIN_NS = 4976961831853849
@@ -49,7 +53,8 @@ def write_token_loop(path: Path, tokens: int, quote: str = "") -> Path:
                     own = next(ids)
                     about = f'"External id": {own},"Record function id": 0, "Concrete Inputs": '
                     about += '["", "", "1"], "Input type": ["c10::BFloat16", "c10::BFloat16", ""]'
-                    about += f', "Input Dims": {shapes}, "Ev Idx": {len(events)}'
+                    about += f', "Input Strides": {shapes}, "Input Dims": {shapes}'
+                    about += f', "Ev Idx": {len(events)}'
                     event("cpu_op", op, CPU, start + depth * 1000, 18_000 - depth * 1500, about)
                 call, correlation = start + 8000, next(correlations)
                 gpu = max(gpu + 900, call + 6000)
