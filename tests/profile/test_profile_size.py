@@ -61,7 +61,7 @@ def test_time_of_a_report_grows_with_the_trace_and_not_faster(tmp_path: Path) ->
         begin = time.process_time()
         report(path, tmp_path / "out")
         seconds.append(time.process_time() - begin)
-    # The first has what is constant. Six times the events; a pass over pairs takes 36 times as long.
+    # The first has what is constant. A pass over pairs of events would take 36 times as long.
     assert seconds[2] - seconds[0] < 15 * max(seconds[1] - seconds[0], 0.1), seconds
 
 
