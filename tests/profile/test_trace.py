@@ -166,7 +166,6 @@ def test_a_file_cut_off_anywhere_is_an_error_that_says_so(tmp_path: Path) -> Non
         ('{"traceEvents": [1]}', "event 1"),
         ('{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "a"}]}', "event 1 .*'ts'"),
         ('{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "a", "ts": "x"}]}', "event 1"),
-        ('{"traceEvents": [{"ph": "X", "cat": "kernel", "ts": 1, "dur": -1}]}', "event 1 .*dur -1"),
         ('{"traceEvents": [], 5: 1}', "a key is expected"),
         ('{"traceEvents": []} {}', "text after the end of the object, at character 20"),
     ],
@@ -311,9 +310,10 @@ def test_memory_is_bounded_by_the_size_of_the_file(tmp_path: Path) -> None:
     """At most twice the bytes of the JSON; the bound is the same at 200 MB."""
     path = tmp_path / "big.json"
     with gzip.open(RECORDED / "stack.json.gz", "rt") as file:
-        events = [json.dumps(e) for e in json.load(file)["traceEvents"]]
+        events = json.load(file)["traceEvents"]
     with path.open("w") as file:
-        file.write('{"traceEvents": [' + ",\n".join(events * 4) + "]}")
+        later = (e | {"ts": e.get("ts", 0) + 1e6 * again} for again in range(4) for e in events)
+        file.write('{"traceEvents": [' + ",\n".join(map(json.dumps, later)) + "]}")
     tracemalloc.start()
     try:
         trace = read_trace(path)

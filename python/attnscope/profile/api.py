@@ -27,13 +27,19 @@ class Profile(Result):
     def read(cls, path: str | os.PathLike[str]) -> Profile:
         """Read a chrome trace from PyTorch's profiler, `.json` or `.json.gz`.
 
-        Raises ValueError for a file that is not a complete trace.
+        Raises ValueError for a file that is not a complete trace, or has nothing to read.
         """
         why = "the trace was read from a file"
+        trace = read_trace(path)
+        if not trace.cpu and not trace.gpu and not trace.faults.unread:
+            raise ValueError(
+                f"trace must have ops, ranges, CUDA calls or GPU work, got none in {path}. Export "
+                "it after the profiler has stopped"
+            )
         return cls(
             name=Path(path).name.removesuffix(".gz").removesuffix(".json"),
             source=Path(path),
-            trace=read_trace(path),
+            trace=trace,
             unprofiled_reason=why,
             sm_clock_reason=why,
         )

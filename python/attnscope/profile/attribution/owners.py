@@ -14,8 +14,8 @@ from functools import cached_property
 
 from attnscope.profile.attribution.backward import Backward
 from attnscope.profile.trace.events import CLOCKS_NS, CpuEvent, GpuEvent, Trace, is_open
+from attnscope.profile.trace.markers import GRAPH_LAUNCHES
 
-GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
 MODULE = "nn.Module: "
 
 

@@ -12,3 +12,4 @@ STEP = "attnscope::step#"
 STEPS_END = f"{STEP}end"
 BEGIN_CAPTURE = ("cudaStreamBeginCapture", "cuStreamBeginCapture")
 END_CAPTURE = ("cudaStreamEndCapture", "cuStreamEndCapture")
+GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")

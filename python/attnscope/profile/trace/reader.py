@@ -18,6 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from attnscope.profile.trace.events import Allocation, CpuEvent, GpuEvent, Overhead, Trace
+from attnscope.profile.trace.faults import (
+    correct_gpu_work,
+    leave_out_duplicates,
+    leave_out_far,
+    note_unread,
+)
 from attnscope.profile.trace.json_stream import REMEDY, members, open_trace, plain
 from attnscope.profile.trace.thread_ids import correct_threads, drop_copied_ids
 from attnscope.profile.trace.window import remove_own
@@ -29,6 +35,7 @@ CPU_KINDS = {
     "cuda_runtime": "call",
     "cuda_driver": "call",
 }
+OF_PROCESS = ("cpu_op", "cuda_runtime", "cuda_driver")  # have the process as their pid
 GPU_KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
 # Nesting order of events that start and end together: a range is entered before the op in it.
 RANKS = {"range": 0, "python": 1, "op": 2, "call": 3}
@@ -86,13 +93,17 @@ class _Builder:
         elif phase == "f" and category == "fwdbwd":
             self.heads.append((item["id"], int(item["tid"]), nanoseconds(item["ts"])))
         if phase != "X":
+            note_unread(self.trace.faults, category, phase)
             return
         start = nanoseconds(item["ts"])
         end = start + nanoseconds(item.get("dur", 0))
         if end < start:
-            raise ValueError(f"dur {item['dur']}")
+            self.trace.faults.negative += 1
+            return
         arguments = item.get("args", {})
         if category in CPU_KINDS:
+            if category in OF_PROCESS:
+                self.trace.faults.pids[str(item.get("pid"))] += 1
             self.trace.cpu.append(self.cpu_event(CPU_KINDS[category], item, start, end, arguments))
         elif category in GPU_KINDS:
             self.trace.gpu.append(self.gpu_event(GPU_KINDS[category], item, start, end, arguments))
@@ -100,6 +111,8 @@ class _Builder:
             self.trace.overhead.append(Overhead(self.share(item["name"]), start, end))
         elif category == "Trace":
             self.window = (start, end)
+        else:
+            note_unread(self.trace.faults, category, phase)
 
     def share(self, value: Any) -> Any:
         return self.shared.setdefault(value, value)
@@ -150,6 +163,7 @@ class _Builder:
             warps_per_sm=real("warps per SM"),
             occupancy=real("est. achieved occupancy %") or None,
             bytes=arguments.get("bytes"),
+            context=arguments.get("context", 0),
         )
 
     def allocation(self, item: dict[str, Any]) -> None:
@@ -168,8 +182,11 @@ class _Builder:
     def finish(self) -> None:
         """Make times relative, remove the sentinels, then sort, number, nest and join launches."""
         trace = self.trace
+        leave_out_far(trace)
         timed: list[CpuEvent | GpuEvent] = [*trace.cpu, *trace.gpu]
-        spans = [(e.start, e.end) for e in timed] + ([self.window] if self.window else [])
+        spans = [(e.start, e.end) for e in timed]
+        if self.window and not trace.faults.far:
+            spans.append(self.window)
         origin = min((start for start, _ in spans), default=0)
         trace.start, trace.end = 0, max((end for _, end in spans), default=0) - origin
         for event in timed:
@@ -184,6 +201,7 @@ class _Builder:
         }
         trace.cpu.sort(key=_order)
         trace.gpu.sort(key=lambda e: (e.start, e.end))
+        leave_out_duplicates(trace)
         drop_copied_ids(trace.cpu, trace.gpu)
         correct_threads(trace.cpu, trace.gpu)
         remove_own(trace)
@@ -199,6 +217,7 @@ class _Builder:
                 # CUPTI's 32-bit ids repeat: take the last call before the work.
                 before = bisect_right(same, work.start, key=lambda call: call.start)
                 work.launch = same[max(0, before - 1)].index
+        correct_gpu_work(trace)
 
 
 def _order(event: CpuEvent) -> tuple[int, int, int]:
