@@ -14,6 +14,7 @@ from attnscope.profile.analysis.efficiency import Efficiency, efficiency
 from attnscope.profile.analysis.findings import Finding, detect
 from attnscope.profile.analysis.flops import FlopCounts, trace_device
 from attnscope.profile.analysis.invariants import check_figures, check_owners
+from attnscope.profile.analysis.lint import Lint, lint
 from attnscope.profile.attribution.audit import Audit, audit
 from attnscope.profile.attribution.owners import Attribution
 from attnscope.profile.errors import ProfileError
@@ -57,11 +58,19 @@ class Result:
     # Contents
 
     @cached_property
+    def _owners(self) -> Attribution:
+        return Attribution(self.trace)
+
+    @cached_property
     def attribution(self) -> Attribution:
         """The owners of GPU work. Raises ProfileError if ids and launch times contradict."""
-        owners = Attribution(self.trace)
-        check_owners(owners)
-        return owners
+        check_owners(self._owners)
+        return self._owners
+
+    @cached_property
+    def lint(self) -> Lint:
+        """Whether the tables can be trusted, and every kind of fault of the trace, counted."""
+        return lint(self._owners, self.audit)
 
     @cached_property
     def audit(self) -> Audit:

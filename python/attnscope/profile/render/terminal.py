@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from attnscope.common.console import say
 from attnscope.profile.analysis.catalog import TABLES
 from attnscope.profile.analysis.kernel_names import short_name
+from attnscope.profile.analysis.lint import LOST, Lint
 from attnscope.profile.analysis.tables import path_of
 from attnscope.profile.attribution.owners import Attribution, busy_ns
 from attnscope.profile.render.table import duration, percent, plain, print_table
@@ -135,16 +136,23 @@ def _print_state(profile: Result) -> None:
         line = f"complete: each of {audit.launches} launches has its work in the trace"
         line += f"; {audit.captured} more were captured into a graph" if audit.captured else ""
         say(line, "green")
-    if audit.orphans:
-        say(f"kernels without a launch call in the trace: {len(audit.orphans)}", "yellow")
-    if wrong := profile.attribution.disagreements:
-        say(f"kernels whose launch lies in another op than their id names: {len(wrong)}", "yellow")
+    print_lint(profile.lint)
     if profile.interrupted:
         say(f"ended by {profile.interrupted}; what ran before it is below", "yellow")
     if not profile.trace.kernels:
-        say(NO_GPU_TIME, "yellow")
+        if not profile.trace.faults.unread:
+            say(NO_GPU_TIME, "yellow")
     elif profile.device is None:
         say(f"no MFU: {profile.device_reason}", "yellow")
+
+
+def print_lint(lint: Lint, lost: bool = False) -> None:
+    """Print the verdict on the trace and a line for each kind of fault; `lost` with lost launches,
+    which the head of a report reports by itself."""
+    say(plain(lint.verdict), "green" if lint.trusted else "bold red")
+    for fault in lint.faults:
+        if lost or fault.kind != LOST:
+            say(plain(f"  {fault}"), "red" if fault.distrust else "yellow")
 
 
 def _print_efficiency(profile: Result) -> None:

@@ -60,9 +60,7 @@ def _cpu_identity(event: CpuEvent) -> Hashable | None:
     return event.kind, event.name, event.thread, event.correlation, event.external_id
 
 
-def _distinct(
-    events: Iterable[Event], identity: Callable[[Event], Hashable | None]
-) -> list[Event]:
+def _distinct(events: Iterable[Event], identity: Callable[[Event], Hashable | None]) -> list[Event]:
     kept: list[Event] = []
     span: tuple[int, int] | None = None
     seen: set[Hashable] = set()

@@ -15,15 +15,18 @@ from collections.abc import Iterable, Sequence
 from attnscope.profile.trace.events import CpuEvent, GpuEvent, is_open
 from attnscope.profile.trace.markers import SENTINEL, SENTINEL_KERNEL
 
+FEW_IDS = 2  # as many external ids may equal the correlation ids by accident
+
 
 def drop_copied_ids(events: Sequence[CpuEvent], gpu: Sequence[GpuEvent]) -> None:
     """Remove the external ids of calls and GPU work if they repeat the correlation ids and one of
-    them names an op that is not open at its call."""
+    them names an op that is not open at its call, or if no call can be compared with them."""
     ops = {e.external_id: e for e in events if e.kind == "op" and e.external_id}
     calls = [e for e in events if e.kind == "call"]
     timed = [(ops[e.external_id], e.start) for e in calls if e.external_id in ops]
     copied = all(work.external_id in (0, work.correlation) for work in gpu)
-    if copied and not all(is_open(op, start) for op, start in timed):
+    unknown = not calls and sum(work.external_id != 0 for work in gpu) > FEW_IDS
+    if copied and (unknown or not all(is_open(op, start) for op, start in timed)):
         for event in calls:
             event.external_id = 0
         for work in gpu:
