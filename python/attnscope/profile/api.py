@@ -117,7 +117,7 @@ class Region:
     unprofiled_reason, interrupted = _fact("unprofiled_reason"), _fact("interrupted")
     sm_clock_mhz, sm_clock_reason = _fact("sm_clock_mhz"), _fact("sm_clock_reason")
     incomplete, empty, has_ops = _fact("incomplete"), _fact("empty"), _fact("has_ops")
-    lint = _fact("lint")
+    lint, verdict = _fact("lint"), _fact("verdict")
     flop_counts, device, device_reason = map(_fact, ("flop_counts", "device", "device_reason"))
 
     table = _after(Profile.table)

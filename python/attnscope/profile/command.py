@@ -13,7 +13,7 @@ from attnscope.profile.api import Profile
 from attnscope.profile.errors import LostEvents, ProfileError
 from attnscope.profile.record.session import profile
 from attnscope.profile.record.step_window import parse_steps
-from attnscope.profile.reports import check_trace, show
+from attnscope.profile.reports import check_trace, compare, show
 from attnscope.profile.script import INTERRUPTED, Script
 
 
@@ -50,6 +50,8 @@ def profile_command(
         how = of.Showing.parse(top, sort, full_names, form, output, fail_if)
         if check is not None:
             raise typer.Exit(check_trace(check))
+        if diff is not None:
+            raise typer.Exit(compare(diff, how))
         found: Profile | None
         if trace is not None:
             if steps is not None:

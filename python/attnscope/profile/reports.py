@@ -7,8 +7,10 @@ from typing import Any
 
 from attnscope.common.console import say
 from attnscope.profile.analysis.budgets import measure
+from attnscope.profile.analysis.diff import Side, difference, is_record, read_side, side_of
 from attnscope.profile.api import Profile
 from attnscope.profile.options import Showing
+from attnscope.profile.render.diff import as_json, as_markdown, print_diff
 from attnscope.profile.render.formats import write_all
 from attnscope.profile.render.table import duration, percent
 from attnscope.profile.render.terminal import print_lint
@@ -22,6 +24,28 @@ def check_trace(path: Path) -> int:
     lint = Profile.read(path).lint
     print_lint(lint, lost=True)
     return int(not lint.trusted)
+
+
+def compare(paths: tuple[Path, Path], how: Showing) -> int:
+    """Print what changed between two traces or records; return 1 if one cannot be trusted.
+
+    Raises ValueError for a file that is neither.
+    """
+    a, b = (_side(path) for path in paths)
+    diff = difference(a, b)
+    if how.format == "json":
+        print(as_json(diff))
+    elif how.format == "markdown":
+        print(as_markdown(diff))
+    else:
+        print_diff(diff, how.top)
+    return int(bool(a.faults or b.faults))
+
+
+def _side(path: Path) -> Side:
+    if not path.exists():
+        raise ValueError(f"diff must name traces or records, got {path}, which does not exist")
+    return read_side(path) if is_record(path) else side_of(Profile.read(path), str(path))
 
 
 def show(found: Profile, how: Showing) -> int:

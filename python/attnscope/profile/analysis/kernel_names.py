@@ -297,7 +297,7 @@ _CATEGORIES = tuple(
         ("norm", r"(layer|rms|batch|group|instance)_?norm|GammaBeta|cudnn::bn_|RowwiseMoments"),
         (
             "GEMM",
-            r"nvjet|(?<!fb)gemm|gemv|splitkreduce|matmul|conv(olve|olution|1d|2d|3d|_)|[fdw]prop_"
+            r"nvjet|^Cijk_|(?<!fb)gemm|gemv|splitkreduce|matmul|conv(olve|olution|1d|2d|3d|_)|[fdw]prop_"
             r"|[dw]grad|triton_tem_|_b?mm(_|$)|cutlass.*tensorop|fused_moe_kernel|_scudnn_"
             r"|winograd",
         ),

@@ -85,6 +85,7 @@ def to_json(profile: Result, path: str | os.PathLike[str]) -> None:
             "orphans": len(audit.orphans),
             "sentinels": audit.sentinels,
         },
+        "verdict": vars(profile.verdict),
         "lint": {
             "trusted": profile.lint.trusted,
             "verdict": profile.lint.verdict,

@@ -58,6 +58,7 @@ def print_profile(
     titles = {name: kind.title for name, kind in TABLES.items() if kind.title}
     # Refuse a table that contradicts the trace before anything is printed.
     views = {name: view_of(name, profile, how) for name in titles}
+    _print_verdict(profile)
     say(heading(profile), "bold")
     _print_state(profile)
     if profile.empty:
@@ -72,6 +73,16 @@ def print_profile(
     if gpu:
         _print_efficiency(profile)
         _print_findings(profile)
+
+
+def _print_verdict(profile: Result) -> None:
+    if profile.empty:
+        return
+    found = profile.verdict
+    doubt = "" if profile.lint.trusted else " (from tables that cannot be trusted)"
+    say(plain(f"{found.title}{doubt}"), "bold magenta" if profile.lint.trusted else "bold red")
+    for line in found.evidence:
+        say(plain(f"  {line}"), "dim")
 
 
 def heading(profile: Result) -> str:
@@ -170,7 +181,8 @@ def _print_findings(profile: Result) -> None:
         say("")
         say(plain(f"{finding.kind}: {finding.title}"), "bold yellow")
         for row in finding.evidence[:EVIDENCE]:
-            say("  " + ", ".join(_said(key, value) for key, value in row.items()))
+            facts = (_said(key, value) for key, value in row.items() if value is not None)
+            say("  " + ", ".join(facts))
         if len(finding.evidence) > EVIDENCE:
             say(f"  and {len(finding.evidence) - EVIDENCE} more", "dim")
         say(f"  try: {finding.advice}")
