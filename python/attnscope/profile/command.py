@@ -52,11 +52,10 @@ def profile_command(
             raise typer.Exit(check_trace(check))
         if diff is not None:
             raise typer.Exit(compare(diff, how))
+        window = None if steps is None else parse_steps(steps)
         found: Profile | None
         if trace is not None:
-            if steps is not None:
-                raise ValueError("steps must be given with a script, got a trace. It is read whole")
-            found, code = Profile.read(trace), 0
+            found, code = Profile.read(trace, window, step_range), 0
         else:
             assert script is not None
             if how.output is not None:
@@ -66,7 +65,8 @@ def profile_command(
                 "shapes": shapes,
                 "stacks": stacks,
                 "memory": memory,
-                "steps": None if steps is None else parse_steps(steps),
+                "steps": window,
+                "step_range": step_range,
             }
             found, code = _record(run, options)
         if found is None:

@@ -60,7 +60,8 @@ class Finding:
 
     kind: "synchronisation", "fp32 product", "unfused attention", "starvation" or "tiny grid".
     title: one sentence with the numbers. evidence: rows, most expensive first, times in
-    microseconds. advice: what to try. cost_us: the time that it is about; not all of it can be saved.
+    microseconds. advice: what to try. cost_us: the time that it is about, of which a part can
+    be saved.
     """
 
     kind: str

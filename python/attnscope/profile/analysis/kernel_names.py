@@ -266,8 +266,8 @@ _FAMILIES: tuple[tuple[re.Pattern[str], Callable[[str, re.Match[str]], str]], ..
     )
 )
 
-# The first match decides; case is ignored. communication: collectives and peer-to-peer transfers of
-# several GPUs. A convolution counts as an (implicit) GEMM, a causal 1D convolution (Mamba) does not. Optimizers
+# The first match decides; case is ignored. communication: collectives and transfers between GPUs. A
+# convolution counts as an (implicit) GEMM, a causal 1D convolution (Mamba) does not. Optimizers
 # (foreach and fused, multi_tensor_apply) are elementwise; their range identifies them. memory: the
 # kernel moves or fills data without arithmetic; a dtype cast counts as a copy. Masks (where,
 # masked_fill, triu, tril) select between values, so they are elementwise.

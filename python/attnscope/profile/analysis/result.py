@@ -16,8 +16,8 @@ from attnscope.profile.analysis.flops import FlopCounts, trace_device
 from attnscope.profile.analysis.gaps import idle_time
 from attnscope.profile.analysis.invariants import check_figures, check_owners
 from attnscope.profile.analysis.lint import Lint, lint
-from attnscope.profile.attribution.audit import Audit, audit
 from attnscope.profile.analysis.verdict import Verdict, starves, verdict
+from attnscope.profile.attribution.audit import Audit, audit
 from attnscope.profile.attribution.owners import Attribution, busy_ns
 from attnscope.profile.errors import ProfileError
 from attnscope.profile.trace.events import Trace

@@ -53,9 +53,7 @@ def warnings(diff: Diff) -> list[str]:
     """What the reader must know about the two sides."""
     lines = [f"{side.name}: {side.faults}" for side in (diff.a, diff.b) if side.faults]
     if diff.per_step:
-        lines.append(
-            f"all times are of one step: A has {diff.a.steps} steps, B has {diff.b.steps}"
-        )
+        lines.append(f"all times are of one step: A has {diff.a.steps} steps, B has {diff.b.steps}")
     return lines
 
 
@@ -108,7 +106,10 @@ def as_markdown(diff: Diff, rows: int = 10) -> str:
     for kind, table in diff.tables.items():
         if len(table):
             lines += ["", f"{TITLES[kind]} ({_counts(table)})", ""]
-            lines += ["| name | A | B | change | share of changes | |", "|---|---:|---:|---:|---:|---|"]
+            lines += [
+                "| name | A | B | change | share of changes | |",
+                "|---|---:|---:|---:|---:|---|",
+            ]
             for row in rows_of(table.head(rows)):
                 name = row["name"].replace("|", "\\|").replace("<", "\\<")
                 cells = [name, duration(row["a_us"]), duration(row["b_us"])]

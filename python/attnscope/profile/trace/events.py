@@ -136,7 +136,10 @@ class Trace:
     kernels are in no other list. `waits` counts the profiler's own waits for the device, one at
     each end of a region. `thread` is the thread that ended the region. `steps` has the number and
     start time of each recorded step. `steps_end` is the end of the last one, None if the program
-    ended first. `faults` counts the events that cannot be true.
+    ended first. `step_range` is the name of the range that begins a step, "" for optimizer steps.
+    `cut`: another step follows the last one in the file. `profiler_steps` has number, start and end
+    of the steps that the program marked with `torch.profiler.profile.step()`. `faults` counts the
+    events that cannot be true.
     """
 
     cpu: list[CpuEvent] = field(default_factory=list)
@@ -150,6 +153,9 @@ class Trace:
     thread: int | None = None
     steps: list[tuple[int, int]] = field(default_factory=list)
     steps_end: int | None = None
+    step_range: str = ""
+    cut: bool = False
+    profiler_steps: list[tuple[int, int, int]] = field(default_factory=list)
     start: int = 0
     end: int = 0
     faults: Faults = field(default_factory=Faults)
