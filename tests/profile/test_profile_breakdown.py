@@ -72,7 +72,7 @@ def test_steps_of_a_loop_without_a_profiler_schedule() -> None:
     assert list(step_breakdown(recorded("streams"))["step"]) == ["all"]
 
 
-def test_profiler_steps_win_and_wait_for_their_gpu_work(tmp_path: Path) -> None:
+def test_profiler_steps_last_from_start_to_start(tmp_path: Path) -> None:
     made = MadeTrace()
     for at, start in enumerate((0, 50, 110)):
         made.range(f"ProfilerStep#{at}", start, 40)
@@ -80,18 +80,20 @@ def test_profiler_steps_win_and_wait_for_their_gpu_work(tmp_path: Path) -> None:
         made.op("aten::mm", start + 2, 5)
     made.kernel("k", 30, 30, launch=3)  # of step 0, runs into step 1
     made.kernel("k", 60, 10, launch=53)
-    made.kernel("k", 120, 5, launch=113)
+    made.kernel("k", 120, 40, launch=113)  # outlasts the last range
     attribution = made.attribution(tmp_path)
     steps, rule = find_steps(attribution)
     assert rule == "the profiler's steps"
     assert [(s.name, s.start, s.end) for s in steps] == [
-        ("ProfilerStep#0", 0, 60_000),
-        ("ProfilerStep#1", 60_000, 90_000),
-        ("ProfilerStep#2", 110_000, 150_000),
+        ("ProfilerStep#0", 0, 50_000),
+        ("ProfilerStep#1", 50_000, 110_000),
+        ("ProfilerStep#2", 110_000, 160_000),
     ]
     table = step_breakdown(attribution)
-    assert list(table["kernel_us"]) == [30, 10, 5]
-    assert table.attrs["setup_us"] == pytest.approx(60 - 35)
+    assert list(table["kernel_us"]) == [20, 20, 40]
+    assert table.attrs["setup_us"] == pytest.approx(50 - 55)
+    assert (table.attrs["mean_us"], table.attrs["counted"]) == (55, 2)
+    assert table.attrs["sd_us"] == pytest.approx(50**0.5)
 
 
 def test_program_window(tmp_path: Path) -> None:

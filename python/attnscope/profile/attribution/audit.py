@@ -58,7 +58,7 @@ class Audit:
 def audit(trace: Trace) -> Audit:
     """Join launch calls and GPU work of a trace, both ways."""
     found = Audit(sentinels=list(trace.sentinels))
-    started = {work.launch for work in trace.gpu}
+    started = {work.launch for work in (*trace.gpu, *trace.faults.left_out)}
     capturing: Counter[int] = Counter()  # open captures by thread
     for event in trace.cpu:
         if event.kind != "call":

@@ -14,9 +14,10 @@ from functools import cached_property
 
 from attnscope.profile.attribution.backward import Backward
 from attnscope.profile.trace.events import CLOCKS_NS, CpuEvent, GpuEvent, Trace, is_open
+from attnscope.profile.trace.markers import GRAPH_LAUNCHES
 
-GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
 MODULE = "nn.Module: "
+MOST_UNFIT = 0.01  # share of external ids that may name a wrong op where others are used
 
 
 class Attribution:
@@ -54,12 +55,26 @@ class Attribution:
     def _was_open(self, op: CpuEvent, work: GpuEvent) -> bool:
         """Whether an op was open on the launching thread at the launch of GPU work.
 
-        Where the trace has no launch, whether the op began before the work.
+        Where the trace has no launch, whether the op began before the work, in a trace whose other
+        ids fit.
         """
         if work.launch < 0:
-            return op.start - CLOCKS_NS <= work.start
+            return op.start - CLOCKS_NS <= work.start and self._ids_fit
         call = self.trace.cpu[work.launch]
         return call.thread == op.thread and is_open(op, call.start)
+
+    @cached_property
+    def _ids_fit(self) -> bool:
+        """Whether nearly all external ids of work with a launch name an op open at that launch."""
+        named = [(self._ops.get(w.external_id), w) for w in self.trace.gpu if w.launch >= 0]
+        open_ = [self._was_open(op, work) for op, work in named if op]
+        return open_.count(False) <= MOST_UNFIT * len(open_)
+
+    @cached_property
+    def unfit(self) -> list[GpuEvent]:
+        """GPU work whose external id names an op that cannot have launched it."""
+        named = ((self._ops.get(work.external_id), work) for work in self.trace.gpu)
+        return [work for op, work in named if op and not self._was_open(op, work)]
 
     def _op_by_time(self, work: GpuEvent) -> CpuEvent | None:
         return next((e for e in self.trace.ancestors(work) if e.kind == "op"), None)

@@ -20,11 +20,21 @@ if TYPE_CHECKING:
 
     from attnscope.profile.analysis.result import Result
 
-# Okabe and Ito's colours, safe for colour-blind readers.
+# Okabe and Ito's colours, safe for colour-blind readers, and a violet for communication.
 CATEGORY_COLOURS = dict(
     zip(
         CATEGORIES,
-        ("#0072B2", "#D55E00", "#E69F00", "#56B4E9", "#CC79A7", "#009E73", "#B8A800", "#8C8C8C"),
+        (
+            "#0072B2",
+            "#D55E00",
+            "#E69F00",
+            "#56B4E9",
+            "#CC79A7",
+            "#009E73",
+            "#B8A800",
+            "#7F4FC9",
+            "#8C8C8C",
+        ),
         strict=True,
     )
 )

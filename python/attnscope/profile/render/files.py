@@ -86,6 +86,12 @@ def to_json(profile: Result, path: str | os.PathLike[str]) -> None:
             "orphans": len(audit.orphans),
             "sentinels": audit.sentinels,
         },
+        "verdict": vars(profile.verdict),
+        "lint": {
+            "trusted": profile.lint.trusted,
+            "verdict": profile.lint.verdict,
+            "faults": [vars(fault) for fault in profile.lint.faults],
+        },
         "efficiency": {key: getattr(found, key) for key in (*FIGURES, "occupancy_from")},
         "efficiency_reasons": dict(found.reasons),
         "steps": _steps(profile),

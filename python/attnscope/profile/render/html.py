@@ -13,6 +13,7 @@ import pandas
 
 from attnscope.profile.analysis.catalog import TABLES
 from attnscope.profile.analysis.kernel_names import category
+from attnscope.profile.analysis.lint import LOST
 from attnscope.profile.analysis.rates import NO_WORK
 from attnscope.profile.analysis.tree import icicle
 from attnscope.profile.attribution.backward import ENGINE
@@ -84,6 +85,9 @@ def write_html(profile: Result, path: str | os.PathLike[str]) -> None:
 def _warnings(profile: Result) -> Iterator[str]:
     if profile.incomplete:
         yield f"INCOMPLETE: {profile.incomplete}. Times below are too small."
+    if not profile.lint.trusted:
+        yield f"{profile.lint.verdict}."
+    yield from (f"{fault}." for fault in profile.lint.faults if fault.kind != LOST)
     if profile.interrupted:
         yield f"Ended by {profile.interrupted}; what ran before it is below."
     if profile.trace.kernels and profile.device is None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from attnscope.common.console import say
 from attnscope.profile.analysis.catalog import TABLES
 from attnscope.profile.analysis.kernel_names import short_name
+from attnscope.profile.analysis.lint import LOST, Lint
 from attnscope.profile.analysis.tables import path_of
 from attnscope.profile.attribution.owners import Attribution, busy_ns
 from attnscope.profile.render.table import duration, percent, plain, print_table
@@ -57,6 +58,7 @@ def print_profile(
     titles = {name: kind.title for name, kind in TABLES.items() if kind.title}
     # Refuse a table that contradicts the trace before anything is printed.
     views = {name: view_of(name, profile, how) for name in titles}
+    _print_verdict(profile)
     say(heading(profile), "bold")
     _print_state(profile)
     if profile.empty:
@@ -71,6 +73,16 @@ def print_profile(
     if gpu:
         _print_efficiency(profile)
         _print_findings(profile)
+
+
+def _print_verdict(profile: Result) -> None:
+    if profile.empty:
+        return
+    found = profile.verdict
+    doubt = "" if profile.lint.trusted else " (from tables that cannot be trusted)"
+    say(plain(f"{found.title}{doubt}"), "bold magenta" if profile.lint.trusted else "bold red")
+    for line in found.evidence:
+        say(plain(f"  {line}"), "dim")
 
 
 def heading(profile: Result) -> str:
@@ -135,16 +147,23 @@ def _print_state(profile: Result) -> None:
         line = f"complete: each of {audit.launches} launches has its work in the trace"
         line += f"; {audit.captured} more were captured into a graph" if audit.captured else ""
         say(line, "green")
-    if audit.orphans:
-        say(f"kernels without a launch call in the trace: {len(audit.orphans)}", "yellow")
-    if wrong := profile.attribution.disagreements:
-        say(f"kernels whose launch lies in another op than their id names: {len(wrong)}", "yellow")
+    print_lint(profile.lint)
     if profile.interrupted:
         say(f"ended by {profile.interrupted}; what ran before it is below", "yellow")
     if not profile.trace.kernels:
-        say(NO_GPU_TIME, "yellow")
+        if not profile.trace.faults.unread:
+            say(NO_GPU_TIME, "yellow")
     elif profile.device is None:
         say(f"no MFU: {profile.device_reason}", "yellow")
+
+
+def print_lint(lint: Lint, lost: bool = False) -> None:
+    """Print the verdict on the trace and a line for each kind of fault; `lost` with lost launches,
+    which the head of a report reports by itself."""
+    say(plain(lint.verdict), "green" if lint.trusted else "bold red")
+    for fault in lint.faults:
+        if lost or fault.kind != LOST:
+            say(plain(f"  {fault}"), "red" if fault.distrust else "yellow")
 
 
 def _print_efficiency(profile: Result) -> None:
@@ -162,7 +181,8 @@ def _print_findings(profile: Result) -> None:
         say("")
         say(plain(f"{finding.kind}: {finding.title}"), "bold yellow")
         for row in finding.evidence[:EVIDENCE]:
-            say("  " + ", ".join(_said(key, value) for key, value in row.items()))
+            facts = (_said(key, value) for key, value in row.items() if value is not None)
+            say("  " + ", ".join(facts))
         if len(finding.evidence) > EVIDENCE:
             say(f"  and {len(finding.evidence) - EVIDENCE} more", "dim")
         say(f"  try: {finding.advice}")

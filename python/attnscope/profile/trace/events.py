@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -62,6 +63,7 @@ class GpuEvent:
     warps_per_sm: float | None = None
     occupancy: float | None = None  # percent, the profiler's estimate; None if it is 0
     bytes: int | None = None  # copies and fills only
+    context: int = 0
 
     @property
     def duration(self) -> int:
@@ -102,6 +104,38 @@ class Overhead(NamedTuple):
 
 
 @dataclass
+class Faults:
+    """What the reader left out, clipped or did not know, counted.
+
+    Attributes:
+        unread: (category, phase) of events that may be work and were not read.
+        negative: events with a duration below 0, left out.
+        far: events half a day or more from the others, left out.
+        duplicates: repeated events, left out.
+        early: GPU work that starts before its launch by more than CLOCKS_NS, left out; kept if
+            there is too much of it (`clocks_differ`). `earliest_ns` is the largest difference.
+        clipped: GPU work that outlasted later work of its stream, cut where that work starts.
+        clipped_ns: the time that was cut off.
+        instant: kernels that end when they start.
+        pids: events of each process with ops or CUDA calls.
+        left_out: GPU work that is in no table although its launch is in the trace.
+    """
+
+    unread: Counter[tuple[str, str]] = field(default_factory=Counter)
+    negative: int = 0
+    far: int = 0
+    duplicates: int = 0
+    early: int = 0
+    earliest_ns: int = 0
+    clocks_differ: bool = False
+    clipped: int = 0
+    clipped_ns: int = 0
+    instant: int = 0
+    pids: Counter[str] = field(default_factory=Counter)
+    left_out: list[GpuEvent] = field(default_factory=list)
+
+
+@dataclass
 class Trace:
     """The events of one profiled window, each list sorted by start.
 
@@ -111,8 +145,11 @@ class Trace:
     kernels are in no other list. `waits` counts the profiler's own waits for the device, one at
     each end of a region. `thread` is the thread that ended the region. `steps` has the number and
     start time of each recorded step. `steps_end` is the end of the last one, None if the program
-    ended first. `origin` is the file's time, in nanoseconds, that is 0 here. `repaired` is True for
-    a file that is not JSON because PyTorch did not escape quotes in names.
+    ended first. `step_range` is the name of the range that begins a step, "" for optimizer steps.
+    `cut`: another step follows the last one in the file. `profiler_steps` has number, start and end
+    of the steps that the program marked with `torch.profiler.profile.step()`. `faults` counts the
+    events that cannot be true. `origin` is the file's time, in nanoseconds, that is 0 here.
+    `repaired` is True for a file that is not JSON because PyTorch did not escape quotes in names.
     """
 
     cpu: list[CpuEvent] = field(default_factory=list)
@@ -126,10 +163,14 @@ class Trace:
     thread: int | None = None
     steps: list[tuple[int, int]] = field(default_factory=list)
     steps_end: int | None = None
+    step_range: str = ""
+    cut: bool = False
+    profiler_steps: list[tuple[int, int, int]] = field(default_factory=list)
     start: int = 0
     end: int = 0
     origin: int = 0
     repaired: bool = False
+    faults: Faults = field(default_factory=Faults)
 
     @property
     def kernels(self) -> list[GpuEvent]:

@@ -33,6 +33,12 @@ from attnscope.profile.trace.events import (
     Trace,
     entry_order,
 )
+from attnscope.profile.trace.faults import (
+    correct_gpu_work,
+    leave_out_duplicates,
+    leave_out_far,
+    note_unread,
+)
 from attnscope.profile.trace.json_stream import REMEDY, JsonText, decode, open_trace, plain
 from attnscope.profile.trace.thread_ids import correct_ids
 from attnscope.profile.trace.window import remove_own
@@ -44,6 +50,7 @@ CPU_KINDS = {
     "cuda_runtime": "call",
     "cuda_driver": "call",
 }
+OF_PROCESS = ("cpu_op", "cuda_runtime", "cuda_driver")  # have the process as their pid
 GPU_KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
 # A complete event as PyTorch writes it (2.11 on few lines, 2.13 one member a line), or an arrow
 # from a launch to its kernel, which the correlation ids make redundant.
@@ -123,13 +130,17 @@ class _Builder:
         elif phase == "f" and category == "fwdbwd":
             self.heads.append((item["id"], int(item["tid"]), nanoseconds(item["ts"])))
         if phase != "X":
+            note_unread(self.trace.faults, category, phase)
             return
         start = nanoseconds(item["ts"])
         end = start + nanoseconds(item.get("dur", 0))
         if end < start:
-            raise ValueError(f"dur {item['dur']}")
+            self.trace.faults.negative += 1
+            return
         about = item.get("args", {})
         if category in CPU_KINDS:
+            if category in OF_PROCESS:
+                self.trace.faults.pids[str(item.get("pid"))] += 1
             span = (int(item["tid"]), start, end)
             self.cpu_event(category, str(item["name"]), *span, about, self.inputs(about))
         elif category in GPU_KINDS:
@@ -139,18 +150,22 @@ class _Builder:
             self.trace.overhead.append(Overhead(self.share(item["name"]), start, end))
         elif category == "Trace":
             self.window = (start, end)
+        else:
+            note_unread(self.trace.faults, category, phase)
 
     def add_known(self, match: re.Match[str]) -> None:
         """Add an event in PyTorch's layout; parts that recur are decoded once."""
-        category, name, process, thread, us, ns, long_us, long_ns, text = match.groups()
-        if category is None:
+        category, name, process, thread, us, ns, long_us, long_ns, text = match.groups("")
+        if not category:
             return
         start = int(us + ns)
         end = start + int(long_us + long_ns)
-        if category == "python_function" or not text:
+        if category == "python_function":
             self.cpu_event(category, name, int(thread), start, end, {}, NO_INPUTS)
             return
         ids = {key: int(value) for key, value in IDS.findall(text)}
+        if category in OF_PROCESS:
+            self.trace.faults.pids[process] += 1
         if category in GPU_KINDS:
             rest = IDS.sub("", text).rstrip(", \n")
             facts = self.facts_of(f'"device": {process}, "stream": {thread}, {rest}')
@@ -191,6 +206,7 @@ class _Builder:
             real("warps per SM"),
             real("est. achieved occupancy %") or None,
             arguments.get("bytes"),
+            arguments.get("context", 0),
         )
 
     def cpu_event(
@@ -260,8 +276,11 @@ class _Builder:
     def finish(self) -> None:
         """Make times relative, remove the sentinels, then sort, number, nest and join launches."""
         trace = self.trace
+        leave_out_far(trace)
         timed: list[CpuEvent | GpuEvent] = [*trace.cpu, *trace.gpu]
-        begin, end = ([self.window[0]], [self.window[1]]) if self.window else ([], [])
+        begin, end = [], []
+        if self.window and not trace.faults.far:
+            begin, end = [self.window[0]], [self.window[1]]
         origin = min(chain((event.start for event in timed), begin), default=0)
         trace.origin, trace.start = origin, 0
         trace.end = max(chain((event.end for event in timed), end), default=0) - origin
@@ -277,6 +296,7 @@ class _Builder:
         }
         trace.cpu.sort(key=entry_order)
         trace.gpu.sort(key=lambda e: (e.start, e.end))
+        leave_out_duplicates(trace)
         correct_ids(trace.cpu, trace.gpu)
         remove_own(trace)
         nest(trace.cpu)
@@ -290,6 +310,7 @@ class _Builder:
                 # CUPTI's 32-bit ids repeat: take the last call before the work.
                 before = bisect_right(same, work.start, key=lambda call: call.start)
                 work.launch = same[max(0, before - 1)].index
+        correct_gpu_work(trace)
 
 
 def nest(events: list[CpuEvent]) -> None:

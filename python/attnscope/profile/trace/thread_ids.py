@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from attnscope.profile.trace.events import CpuEvent, GpuEvent, is_open
 from attnscope.profile.trace.markers import SENTINEL, SENTINEL_KERNEL
 
+FEW_IDS = 2  # as many external ids may equal the correlation ids by accident
+
 
 def correct_ids(events: Sequence[CpuEvent], gpu: Sequence[GpuEvent]) -> None:
     """Remove external ids that only repeat correlation ids, and correct the threads of calls."""
@@ -28,11 +30,12 @@ def _drop_copied_ids(
     ops: Mapping[int, CpuEvent], calls: Sequence[CpuEvent], gpu: Sequence[GpuEvent]
 ) -> None:
     """Remove the external ids of calls and GPU work if they repeat the correlation ids and one of
-    them names an op that is not open at its call."""
+    them names an op that is not open at its call, or if no call can be compared with them."""
     if not all(work.external_id in (0, work.correlation) for work in gpu):
         return
     timed = ((ops[e.external_id], e.start) for e in calls if e.external_id in ops)
-    if not all(is_open(op, start) for op, start in timed):
+    unknown = not calls and sum(work.external_id != 0 for work in gpu) > FEW_IDS
+    if unknown or not all(is_open(op, start) for op, start in timed):
         for call in calls:
             call.external_id = 0
         for work in gpu:

@@ -1,16 +1,19 @@
-"""Removes the profiler's own events, which are found by name, from a recording."""
+"""Removes the profiler's own events, found by name, from a recording; cuts a trace to a time."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import replace
 from operator import attrgetter
 
 from attnscope.profile.trace.events import CpuEvent, Trace, entry_order
 from attnscope.profile.trace.markers import (
     BEGIN_CAPTURE,
     END_CAPTURE,
+    PROFILER_STEP,
     SENTINEL,
     STEP,
+    STEP_OF,
     STEPS_END,
     WAIT,
 )
@@ -54,13 +57,22 @@ def remove_own(trace: Trace) -> None:
 def _take_marks(trace: Trace) -> None:
     events, trace.cpu = trace.cpu, []
     for event in events:
-        which = event.name.removeprefix(STEP) if event.kind == "range" else event.name
-        if which == event.name:
+        if event.kind != "range":
+            trace.cpu.append(event)
+            continue
+        if event.name.startswith(f"{PROFILER_STEP}#"):
+            number = event.name.removeprefix(f"{PROFILER_STEP}#")
+            if number.isdecimal():
+                trace.profiler_steps.append((int(number), event.start, event.end))
+                event.name = PROFILER_STEP
+        which, _, of = event.name.removeprefix(STEP).partition(STEP_OF)
+        if not event.name.startswith(STEP):
             trace.cpu.append(event)
         elif event.name == STEPS_END:
             trace.steps_end = event.start
         elif which.isdecimal():
             trace.steps.append((int(which), event.start))
+            trace.step_range = of
 
 
 def _cut(trace: Trace, begin: int, end: int) -> None:
@@ -94,3 +106,38 @@ def _cut(trace: Trace, begin: int, end: int) -> None:
         and begin <= work.start < trace.end
     ]
     trace.memory = [one for one in trace.memory if begin <= one.time < end]
+
+
+def cut_to(trace: Trace, begin: int, end: int) -> Trace:
+    """A new trace with the events between two times; GPU work is kept by the time of its launch.
+
+    Ops, ranges and frames that cross a bound are cut there. `trace` must not be used again.
+    """
+    launched = [trace.cpu[w.launch].start if w.launch >= 0 else w.start for w in trace.gpu]
+    gpu = [w for w, at in zip(trace.gpu, launched, strict=True) if begin <= at < end]
+    cpu = []
+    for event in trace.cpu:
+        crosses = event.kind != "call" and event.start < begin < event.end
+        captures = event.kind == "call" and event.name.startswith(BEGIN_CAPTURE + END_CAPTURE)
+        if begin <= event.start < end or crosses or captures:
+            cpu.append(event)
+    numbers = {event.index: at for at, event in enumerate(cpu)}
+    for at, event in enumerate(cpu):
+        event.index, event.parent = at, numbers.get(event.parent, -1)
+        if event.kind != "call":
+            event.start, event.end = max(event.start, begin), min(event.end, end)
+    left_out = [work for work in trace.faults.left_out if work.launch in numbers]
+    for at, work in enumerate(gpu):
+        work.index = at
+    for work in (*gpu, *left_out):
+        work.launch = numbers.get(work.launch, -1)
+    return replace(
+        trace,
+        cpu=cpu,
+        gpu=gpu,
+        start=begin,
+        end=max([end, *(work.end for work in gpu)]),
+        overhead=[one for one in trace.overhead if begin <= one.start < end],
+        memory=[one for one in trace.memory if begin <= one.time < end],
+        faults=replace(trace.faults, left_out=left_out),
+    )
