@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from attnscope.profile.analysis.result import Result
 
 SCHEMA = 1
-ROWS = 1 << 9  # rows of a table that are converted at a time
+ROWS = 1 << 11  # rows of a table that are converted at a time
 
 
 def profile_tables(profile: Result) -> dict[str, pandas.DataFrame]:

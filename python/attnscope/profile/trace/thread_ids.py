@@ -56,16 +56,21 @@ def _correct_threads(
     """
     sentinels = [e for e in events if e.kind == "range" and e.name == SENTINEL]
     own = {work.correlation for work in gpu if sentinels and SENTINEL_KERNEL in work.name}
+    lives: dict[int, tuple[int, int]] = {}
     for call in calls:
         op = ops.get(call.external_id)
         if op and is_open(op, call.start):
             call.thread = op.thread
-        elif call.correlation in own and not _is_alive(events, call):
-            around = (one.thread for one in sentinels if one.start <= call.start < one.end)
-            call.thread = next(around, call.thread)
+        elif call.correlation in own:
+            if call.thread not in lives:
+                lives[call.thread] = _life(events, call.thread)
+            begin, end = lives[call.thread]
+            if not begin <= call.start < end:
+                around = (one.thread for one in sentinels if one.start <= call.start < one.end)
+                call.thread = next(around, call.thread)
 
 
-def _is_alive(events: Sequence[CpuEvent], call: CpuEvent) -> bool:
-    """Whether a thread with the number of a call had begun and not ended at the call."""
-    mine = [e for e in events if e.thread == call.thread and e.kind != "call"]
-    return bool(mine) and mine[0].start <= call.start < max(e.end for e in mine)
+def _life(events: Sequence[CpuEvent], thread: int) -> tuple[int, int]:
+    """From the first start to the last end of what a thread recorded besides calls."""
+    mine = [e for e in events if e.thread == thread and e.kind != "call"]
+    return (mine[0].start, max(e.end for e in mine)) if mine else (0, 0)
