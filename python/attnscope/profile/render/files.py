@@ -48,14 +48,22 @@ def write_csv(profile: Result, folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def to_json(profile: Result, path: str | os.PathLike[str]) -> None:
-    """Write `{"schema": 1, "name", "env", ..., "tables": {name: rows}}`; missing numbers are null.
+    """Write `as_json(profile)` to a file, compressed if its name ends with ".gz"."""
+    with open_output(path) as file:
+        json.dump(as_json(profile), file, indent=1, allow_nan=False)
+        file.write("\n")
 
-    "env" describes this process; it is null, with a reason, for a trace read from a file.
+
+def as_json(profile: Result) -> dict[str, Any]:
+    """`{"schema": 1, "name", "env", ..., "tables": {name: rows}}`; missing numbers are None.
+
+    "env" describes this process; it is None, with a reason, for a trace read from a file.
     """
     owners, audit, found = profile.attribution, profile.audit, profile.efficiency()
-    content = {
+    return {
         "schema": SCHEMA,
         "name": profile.name,
+        "run": dict(profile.run),
         **_environment(profile),
         "devices": profile.trace.devices,
         **_peaks(profile),
@@ -97,9 +105,6 @@ def to_json(profile: Result, path: str | os.PathLike[str]) -> None:
         "findings": [vars(one) for one in profile.findings()],
         "tables": {name: rows_of(table) for name, table in profile_tables(profile).items()},
     }
-    with open_output(path) as file:
-        json.dump(content, file, indent=1, allow_nan=False)
-        file.write("\n")
 
 
 def _environment(profile: Result) -> dict[str, Any]:
@@ -128,13 +133,18 @@ def _peaks(profile: Result) -> dict[str, Any]:
 def _steps(profile: Result) -> dict[str, Any]:
     """The rule that found the steps, and the extra time of the first step or why it is unknown."""
     if not profile.has_ops:
-        return {"rule": None, "setup_us": None, "setup_reason": "no op and no range was recorded"}
+        reason = "no op and no range was recorded"
+        none = dict.fromkeys(("rule", "setup_us", "mean_us", "sd_us", "counted"))
+        return none | {"setup_reason": reason}
     about = profile.steps().attrs
     setup = about["setup_us"]
     return {
         "rule": about["steps"],
         "setup_us": None if setup is None else max(setup, 0.0),
         "setup_reason": about.get("setup_reason"),
+        "mean_us": about["mean_us"],
+        "sd_us": about["sd_us"],
+        "counted": about["counted"],
     }
 
 
