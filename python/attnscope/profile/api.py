@@ -49,12 +49,16 @@ class Profile(Result):
                 f"trace must have ops, ranges, CUDA calls or GPU work, got none in {path}. Export "
                 "it after the profiler has stopped"
             )
+        from attnscope import __version__
+
+        run = {"trace": os.fspath(path), "versions": f"attnscope {__version__}"}
         if steps is not None or step_range is not None:
             trace = select_steps(trace, steps, step_range)
         return cls(
             name=Path(path).name.removesuffix(".gz").removesuffix(".json"),
             source=Path(path),
             trace=trace,
+            run=run,
             unprofiled_reason=why,
             sm_clock_reason=why,
         )
@@ -132,7 +136,7 @@ class Region:
     unprofiled_reason, interrupted = _fact("unprofiled_reason"), _fact("interrupted")
     sm_clock_mhz, sm_clock_reason = _fact("sm_clock_mhz"), _fact("sm_clock_reason")
     incomplete, empty, has_ops = _fact("incomplete"), _fact("empty"), _fact("has_ops")
-    lint, verdict = _fact("lint"), _fact("verdict")
+    lint, verdict, run = _fact("lint"), _fact("verdict"), _fact("run")
     flop_counts, device, device_reason = map(_fact, ("flop_counts", "device", "device_reason"))
 
     table = _after(Profile.table)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext, redirect_stdout
 from typing import Any
 
 import typer
@@ -68,7 +70,8 @@ def profile_command(
                 "steps": window,
                 "step_range": step_range,
             }
-            found, code = _record(run, options)
+            with nullcontext() if form == "text" else redirect_stdout(sys.stderr):
+                found, code = _record(run, options)
         if found is None:
             raise typer.Exit(code)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from attnscope.profile.analysis.budgets import measure
 from attnscope.profile.analysis.diff import Side, difference, is_record, read_side, side_of
 from attnscope.profile.api import Profile
 from attnscope.profile.options import Showing
-from attnscope.profile.render.diff import as_json, as_markdown, print_diff
+from attnscope.profile.render import diff as diffs
+from attnscope.profile.render.files import write_json
 from attnscope.profile.render.formats import write_all
+from attnscope.profile.render.markdown import as_markdown
 from attnscope.profile.render.table import duration, percent
 from attnscope.profile.render.terminal import print_lint
 
@@ -35,11 +38,11 @@ def compare(paths: tuple[Path, Path], how: Showing) -> int:
     a, b = (_side(path) for path in paths)
     diff = difference(a, b)
     if how.format == "json":
-        print(as_json(diff))
+        print(diffs.as_json(diff))
     elif how.format == "markdown":
-        print(as_markdown(diff))
+        print(diffs.as_markdown(diff))
     else:
-        print_diff(diff, how.top)
+        diffs.print_diff(diff, how.top)
     return int(bool(a.faults or b.faults))
 
 
@@ -70,6 +73,12 @@ def show(found: Profile, how: Showing) -> int:
 
 
 def _print(found: Profile, how: Showing) -> None:
+    if how.format == "json":
+        write_json(found, sys.stdout)
+        return
+    if how.format == "markdown":
+        print(as_markdown(found))
+        return
     options: dict[str, Any] = {"top": how.top, "sort": how.sort, "full_names": how.full_names}
     found.print(**options)
 

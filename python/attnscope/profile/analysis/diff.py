@@ -59,7 +59,7 @@ class Diff:
 
     Attributes:
         a, b: the two profiles.
-        per_step: whether all times are of one step.
+        per_step: whether all times are divided by the number of steps.
         tables: for each of TABLES, a table with the columns name, a_us, b_us, change_us, ratio (b /
             a; missing if there is no time in a), share (of all changes of the table, growing and
             shrinking, in their sign), a_calls, b_calls, verdict ("came", "went", "more", "less",

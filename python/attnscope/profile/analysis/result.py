@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -42,6 +43,7 @@ class Result:
         sm_clock_mhz, sm_clock_reason: SM clock of the current device after the region, or why
             unknown.
         interrupted: what ended the region early, as text; events up to then are recorded.
+        run: facts of the run in words: its command, date, versions, peak memory.
         keeps: objects that must live as long as this one, such as the folder of `source`.
     """
 
@@ -54,6 +56,7 @@ class Result:
     sm_clock_mhz: float | None = None
     sm_clock_reason: str | None = None
     interrupted: str | None = None
+    run: Mapping[str, str] = field(default_factory=dict)
     keeps: Any = field(default=None, repr=False)
     _made: dict[str, pandas.DataFrame] = field(default_factory=dict, init=False, repr=False)
 

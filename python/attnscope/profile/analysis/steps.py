@@ -219,7 +219,7 @@ def _until_done(attribution: Attribution, steps: list[Step]) -> list[Step]:
 def select_steps(trace: Trace, wanted: range | None, name: str | None = None) -> Trace:
     """The trace cut to some of its steps, or whole, with these steps marked.
 
-    `wanted` has the numbers of steps in a row (None: all), `name` is that of find_steps. `trace`
+    `wanted` has the numbers of steps in a row (None: all), `name`: see find_steps. `trace`
     must not be used again. Raises ValueError for steps that are not in the trace.
     """
     steps, _ = find_steps(Attribution(trace), name)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import os
+import platform
 import re
+import resource
+import shlex
+import sys
 import tempfile
 import threading
 import time
@@ -104,6 +109,7 @@ class Recorder:
             _sentinel(self._cuda)
             clock = self._nvml.read().get("sm_clock_mhz")
             why = None if clock else self._nvml.reason or "NVML does not report the SM clock"
+            facts["run"] = describe_run()
             if not self._stop_torch():  # another profiler inside took the events
                 raise ProfileError(SECOND)
             folder = tempfile.TemporaryDirectory(
@@ -136,6 +142,30 @@ class Recorder:
             self.torch_profiler.stop()
             return True
         return False
+
+
+def describe_run() -> dict[str, str]:
+    """The command of this process, the date, versions, and the peak memory up to now, in words."""
+    import torch
+
+    from attnscope import __version__
+
+    date = datetime.datetime.now(datetime.timezone.utc)
+    found = {
+        "command": shlex.join(sys.orig_argv),
+        "date": date.isoformat(sep=" ", timespec="seconds"),
+        "versions": f"attnscope {__version__}, torch {torch.__version__}, "
+        f"CUDA {torch.version.cuda or 'none'}, Python {platform.python_version()}",
+    }
+    # Linux counts in KiB, macOS in bytes.
+    scale = 1 if sys.platform == "darwin" else 1024
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+    parts = [f"{host / 2**30:.2f} GiB of the process, with the profiler"]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        for device in range(torch.cuda.device_count()):
+            if most := torch.cuda.max_memory_allocated(device):
+                parts.append(f"{most / 2**30:.2f} GiB allocated on cuda:{device}")
+    return found | {"peak memory": "; ".join(parts)}
 
 
 def synchronize() -> None:

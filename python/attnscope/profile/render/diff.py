@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 from attnscope.common.console import say
@@ -53,7 +54,7 @@ def warnings(diff: Diff) -> list[str]:
     """What the reader must know about the two sides."""
     lines = [f"{side.name}: {side.faults}" for side in (diff.a, diff.b) if side.faults]
     if diff.per_step:
-        lines.append(f"all times are of one step: A has {diff.a.steps} steps, B has {diff.b.steps}")
+        lines.append(f"all times are per step: A has {diff.a.steps} steps, B has {diff.b.steps}")
     return lines
 
 
@@ -71,7 +72,7 @@ def print_diff(diff: Diff, top: int) -> None:
             ("name", "name", str),
             (f"A {unit}", "a_us", time),
             (f"B {unit}", "b_us", time),
-            (f"change {unit}", "change_us", lambda value, time=time: _with_sign(value, time)),
+            (f"change {unit}", "change_us", partial(_with_sign, write=time)),
             ("B / A", "ratio", "{:.3f}".format),
             ("share of changes", "share", _share),
             ("calls A", "a_calls", _calls),

@@ -49,14 +49,38 @@ def write_csv(profile: Result, folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def to_json(profile: Result, path: str | os.PathLike[str]) -> None:
+    """`write_json` to a file, compressed if its name ends with ".gz"."""
+    with open_output(path) as file:
+        write_json(profile, file)
+
+
+def write_json(profile: Result, file: IO[str]) -> None:
     """Write `{"schema": 1, "name", "env", ..., "tables": {name: rows}}`; missing numbers are null.
 
-    "env" describes this process; it is null, with a reason, for a trace read from a file.
+    "env" describes this process; it is null, with a reason, for a trace read from a file. Each row
+    of a table is a line.
     """
+    encode = json.JSONEncoder(allow_nan=False).encode  # with an indent, json is slow for many rows
+    tables = profile_tables(profile)
+    file.write(json.dumps(_facts(profile), indent=1, allow_nan=False).removesuffix("\n}"))
+    file.write(',\n "tables": {')
+    for at, (name, table) in enumerate(tables.items()):
+        file.write(f"{',' if at else ''}\n  {encode(name)}: [")
+        for start in range(0, len(table), ROWS):
+            rows = rows_of(table.iloc[start : start + ROWS])
+            lines = ",\n   ".join(map(encode, rows))
+            file.write(f"{',' if start else ''}\n   {lines}")
+        file.write("\n  ]")
+    file.write("\n }\n}\n")
+
+
+def _facts(profile: Result) -> dict[str, Any]:
+    """All of the JSON but the tables."""
     owners, audit, found = profile.attribution, profile.audit, profile.efficiency()
-    content = {
+    return {
         "schema": SCHEMA,
         "name": profile.name,
+        "run": dict(profile.run),
         **_environment(profile),
         "devices": profile.trace.devices,
         **_peaks(profile),
@@ -97,24 +121,6 @@ def to_json(profile: Result, path: str | os.PathLike[str]) -> None:
         "steps": _steps(profile),
         "findings": [vars(one) for one in profile.findings()],
     }
-    tables = profile_tables(profile)
-    with open_output(path) as file:
-        _write(content, tables, file)
-
-
-def _write(content: dict[str, Any], tables: dict[str, pandas.DataFrame], file: IO[str]) -> None:
-    """Write JSON with one row of a table a line: json's indentation is slow for many rows."""
-    encode = json.JSONEncoder(allow_nan=False).encode
-    file.write(json.dumps(content, indent=1, allow_nan=False).removesuffix("\n}"))
-    file.write(',\n "tables": {')
-    for at, (name, table) in enumerate(tables.items()):
-        file.write(f"{',' if at else ''}\n  {encode(name)}: [")
-        for start in range(0, len(table), ROWS):
-            rows = rows_of(table.iloc[start : start + ROWS])
-            lines = ",\n   ".join(map(encode, rows))
-            file.write(f"{',' if start else ''}\n   {lines}")
-        file.write("\n  ]")
-    file.write("\n }\n}\n")
 
 
 def _environment(profile: Result) -> dict[str, Any]:
@@ -143,13 +149,18 @@ def _peaks(profile: Result) -> dict[str, Any]:
 def _steps(profile: Result) -> dict[str, Any]:
     """The rule that found the steps, and the extra time of the first step or why it is unknown."""
     if not profile.has_ops:
-        return {"rule": None, "setup_us": None, "setup_reason": "no op and no range was recorded"}
+        reason = "no op and no range was recorded"
+        none = dict.fromkeys(("rule", "setup_us", "mean_us", "sd_us", "counted"))
+        return none | {"setup_reason": reason}
     about = profile.steps().attrs
     setup = about["setup_us"]
     return {
         "rule": about["steps"],
         "setup_us": None if setup is None else max(setup, 0.0),
         "setup_reason": about.get("setup_reason"),
+        "mean_us": about["mean_us"],
+        "sd_us": about["sd_us"],
+        "counted": about["counted"],
     }
 
 

@@ -10,11 +10,17 @@ from attnscope.profile.analysis.result import Result
 from attnscope.profile.render.chrome_trace import write_chrome_trace
 from attnscope.profile.render.files import to_json, write_csv
 from attnscope.profile.render.html import write_html
+from attnscope.profile.render.markdown import as_markdown
 
 
 def _json(profile: Result, folder: Path) -> list[Path]:
     to_json(profile, folder / "profile.json")
     return [folder / "profile.json"]
+
+
+def _markdown(profile: Result, folder: Path) -> list[Path]:
+    (folder / "profile.md").write_text(as_markdown(profile) + "\n", encoding="utf-8")
+    return [folder / "profile.md"]
 
 
 def _html(profile: Result, folder: Path) -> list[Path]:
@@ -38,6 +44,7 @@ FORMATS: dict[str, Callable[[Result, Path], list[Path]]] = {
     "csv": write_csv,
     "json": _json,
     "html": _html,
+    "markdown": _markdown,
     "chrome trace": _chrome_trace,
 }
 

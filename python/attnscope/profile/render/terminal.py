@@ -45,16 +45,16 @@ def print_profile(
 ) -> None:
     """Print the first `top` rows of every table, the efficiency figures and the findings.
 
-    `top` is at least 1. `sort` is a column of the operator table, one of SORTED (default: GPU time,
-    or CPU time without a GPU); rows without a value come last. Raises ValueError for an invalid
-    `sort` or `top`, ProfileError for tables that contradict the trace.
+    `top` is at least 1. `sort` is a column of the operator table, one of SORTED (default: self GPU
+    time, or self CPU time without a GPU); rows without a value come last. Raises ValueError for an
+    invalid `sort` or `top`, ProfileError for tables that contradict the trace.
     """
     if not isinstance(top, int) or top < 1:
         raise ValueError(f"top must be an integer of at least 1, got {top!r}")
     check_sort(sort)
     gpu = bool(profile.trace.kernels)
     line = attribution_line(profile.attribution) if gpu else ""  # printed once, above
-    how = How(line, sort or ("gpu_us" if gpu else "cpu_us"), gpu, full_names)
+    how = How(line, sort or ("self_gpu_us" if gpu else "self_cpu_us"), gpu, full_names)
     titles = {name: kind.title for name, kind in TABLES.items() if kind.title}
     # Refuse a table that contradicts the trace before anything is printed.
     views = {name: view_of(name, profile, how) for name in titles}
@@ -139,22 +139,41 @@ def attribution_line(attribution: Attribution) -> str:
     return f"{line}; not owned: " + "; ".join(rest) + more
 
 
-def _print_state(profile: Result) -> None:
+def completeness(profile: Result) -> str:
+    """Whether every launch has its work in the trace; "" without launches."""
     audit = profile.audit
     if profile.incomplete:
-        say(f"INCOMPLETE: {profile.incomplete}. Times below are too small.", "bold red")
-    elif audit.launches:
-        line = f"complete: each of {audit.launches} launches has its work in the trace"
-        line += f"; {audit.captured} more were captured into a graph" if audit.captured else ""
-        say(line, "green")
+        return f"INCOMPLETE: {profile.incomplete}. Times below are too small."
+    if not audit.launches:
+        return ""
+    line = f"complete: each of {audit.launches} launches has its work in the trace"
+    return line + (f"; {audit.captured} more were captured into a graph" if audit.captured else "")
+
+
+def _print_state(profile: Result) -> None:
+    if line := completeness(profile):
+        say(line, "bold red" if profile.incomplete else "green")
     print_lint(profile.lint)
+    for note in notes(profile):
+        say(plain(note), "yellow")
+
+
+def notes(profile: Result) -> list[str]:
+    """What a reader of the tables must know besides the faults of the trace."""
+    trace, found = profile.trace, []
     if profile.interrupted:
-        say(f"ended by {profile.interrupted}; what ran before it is below", "yellow")
-    if not profile.trace.kernels:
-        if not profile.trace.faults.unread:
-            say(NO_GPU_TIME, "yellow")
-    elif profile.device is None:
-        say(f"no MFU: {profile.device_reason}", "yellow")
+        found.append(f"ended by {profile.interrupted}; what ran before it is below")
+    if not trace.kernels and not trace.faults.unread:
+        found.append(NO_GPU_TIME)
+        if any(event.kind == "python" for event in trace.cpu):
+            found.append(
+                "Python lines and modules are shown by GPU time: none ran, so none is shown"
+            )
+    elif trace.kernels and profile.device is None:
+        found.append(f"no MFU: {profile.device_reason}")
+    if trace.memory:
+        found.append("with memory, PyTorch records no ops of threads that the program started")
+    return found
 
 
 def print_lint(lint: Lint, lost: bool = False) -> None:
