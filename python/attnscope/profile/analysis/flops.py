@@ -281,7 +281,10 @@ class FlopCounts:
             replayed = self._attribution.replay(kernel) is not None
             unowned = "replayed by a CUDA graph" if replayed else "not launched by an op"
             reason = _why(ops) if ops else unowned
-            for index in self._containers(owner or kernel):
+            captured = self._attribution.captured_op(kernel)
+            around = [captured, *self.trace.ancestors(captured)] if captured else []
+            missed = {event.index for event in around if event.kind == "op"}
+            for index in self._containers(owner or kernel) | missed:
                 self._missed[index].append(len(self.uncounted))
             self.uncounted.append((kernel, reason))
 

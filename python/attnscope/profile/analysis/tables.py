@@ -63,7 +63,7 @@ def operator_table(
                 row.cpu += event.duration
                 row.calls += 1  # autocast calls an op of the same name inside
     for work in trace.gpu:
-        op = attribution.op(work)
+        op = attribution.op(work) or attribution.captured_op(work)
         if op is None:
             if work.kind == "kernel":
                 row = rows[REPLAY if attribution.replay(work) else NO_OP]
@@ -75,6 +75,9 @@ def operator_table(
             rows[name].add(work)
         if work.kind == "kernel":
             rows[op.name].self_gpu += work.duration
+            if attribution.replay(work) and not attribution.op(work):
+                for name in names[op.index]:
+                    rows[name].replayed = True
             forward = attribution.forward_op(op)
             if forward is not None:
                 for name in names[inner.get(forward.index, forward.index)]:
@@ -116,7 +119,8 @@ def kernel_table(attribution: Attribution) -> pandas.DataFrame:
         for kernel in kernels:
             ops[owner_name(attribution, kernel)] += kernel.duration
             around = attribution.ranges(kernel)
-            ranges[path_of(around) or NO_RANGE] += kernel.duration
+            inner = attribution.captured_ranges(kernel)
+            ranges[path_of((*around, *inner)) or NO_RANGE] += kernel.duration
         rows.append(
             {
                 "kernel": short_name(symbol),
@@ -166,19 +170,42 @@ def stage_table(
         # Overlapping ranges may share a path: the work counts once, for the outermost.
         for path, one in {by_range[one.index].path: one for one in reversed(around)}.items():
             stages[path].work[one.index].append(work)
+        inner = _captured_stages(attribution, work, around, by_range, stages)
+        for stage in inner:
+            stage.work[work.launch].append(work)
         if work.kind == "kernel":
-            (by_range[around[-1].index] if around else outside).own.append(work)
+            innermost = by_range[around[-1].index] if around else outside
+            (inner[-1] if inner else innermost).own.append(work)
         if not around:
             outside.work[-1].append(work)
     rows = []
     for stage in [
         *(stages[path] for path in depth_first(stages)),
-        *([outside] if outside.own else []),
+        *([outside] if outside.work else []),
     ]:
         row = stage.columns()
         rate = counts.rate(stage.walls, stage.busy, device, device_reason, sm_clock_mhz)
         rows.append(row | speed(rate))
     return pandas.DataFrame(rows, columns=[*Stage(("",)).columns(), *SPEED])
+
+
+def _captured_stages(
+    attribution: Attribution,
+    work: GpuEvent,
+    around: Sequence[CpuEvent],
+    by_range: dict[int, Stage],
+    stages: dict[tuple[str, ...], Stage],
+) -> list[Stage]:
+    """The stages of a replayed kernel inside those around its replay, outermost first: the ranges
+    of its capture, then its annotation."""
+    names = [event.name for event in attribution.captured_ranges(work)]
+    names += [work.annotation] if work.annotation else []
+    path = by_range[around[-1].index].path if around else ()
+    found = []
+    for name in names:
+        path = (*path, name)
+        found.append(stages.setdefault(path, Stage(path)))
+    return found
 
 
 def copies_table(attribution: Attribution) -> pandas.DataFrame:
@@ -303,7 +330,7 @@ def op_parents(trace: Trace) -> list[int]:
 
 def owner_name(attribution: Attribution, work: GpuEvent) -> str:
     """The op that launched GPU work, or the row for work without an op."""
-    op = attribution.op(work)
+    op = attribution.op(work) or attribution.captured_op(work)
     return op.name if op else REPLAY if attribution.replay(work) else NO_OP
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from attnscope.profile.attribution.backward import Backward
+from attnscope.profile.attribution.graphs import Capture, captured_calls
 from attnscope.profile.trace.events import CLOCKS_NS, CpuEvent, GpuEvent, Trace, is_open
 from attnscope.profile.trace.markers import GRAPH_LAUNCHES
 
@@ -109,6 +110,27 @@ class Attribution:
             return None
         launch = self.trace.cpu[work.launch]
         return launch if launch.name.startswith(GRAPH_LAUNCHES) else None
+
+    @cached_property
+    def _captured(self) -> dict[int, tuple[CpuEvent, Capture]]:
+        return captured_calls(self.trace)
+
+    def captured_op(self, work: GpuEvent) -> CpuEvent | None:
+        """The innermost op that captured a replayed kernel; None for other work, and if the trace
+        does not show the capture."""
+        call = self._captured.get(work.index)
+        return (
+            next((e for e in self.trace.ancestors(call[0]) if e.kind == "op"), None)
+            if call
+            else None
+        )
+
+    def captured_ranges(self, work: GpuEvent) -> tuple[CpuEvent, ...]:
+        """The ranges that began in the capture of a replayed kernel and were open at its launch."""
+        if work.index not in self._captured:
+            return ()
+        call, capture = self._captured[work.index]
+        return tuple(event for event in self.ranges(call) if event.start >= capture.start)
 
     # Ranges
 
@@ -212,9 +234,15 @@ class Attribution:
 
     @cached_property
     def replayed_ns(self) -> int:
-        """The part of owned_ns that belongs to replays outside every op."""
-        kernels = self.trace.kernels
-        return sum(k.duration for k in kernels if self.replay(k) and self.op(k) is None)
+        """The part of owned_ns that belongs to replays: no op was open, and none captured it."""
+        rest = (k for k in self.trace.kernels if self.replay(k) and self.op(k) is None)
+        return sum(kernel.duration for kernel in rest if self.captured_op(kernel) is None)
+
+    @cached_property
+    def captured_ns(self) -> int:
+        """The part of owned_ns that belongs to the ops that captured a replayed kernel."""
+        rest = (k for k in self.trace.kernels if k.index in self._captured and self.op(k) is None)
+        return sum(kernel.duration for kernel in rest if self.captured_op(kernel) is not None)
 
     @property
     def share(self) -> float | None:

@@ -114,13 +114,15 @@ def attribution_line(attribution: Attribution) -> str:
         return NO_GPU_TIME
     total, replayed = attribution.total_ns, attribution.replayed_ns
     line = f"{percent(attribution.share)} of {duration(total / 1e3)} GPU time owned"
-    by_ops = attribution.owned_ns - replayed
+    by_ops, captured = attribution.owned_ns - replayed, attribution.captured_ns
     if not replayed:
         line += " by ops"
     else:
         line += f": {percent(by_ops / total)} by ops, " if by_ops else ": "
         line += f"{percent(replayed / total)} by replays of CUDA graphs (the trace does not show "
         line += "which op captured a kernel)"
+    if captured:
+        line += f" ({percent(captured / total)} by ops that captured it into CUDA graphs)"
     if not attribution.unowned:
         return line
     groups: Counter[tuple[str, str]] = Counter()

@@ -66,6 +66,8 @@ class GpuEvent:
     occupancy: float | None = None  # percent, the profiler's estimate; None if it is 0
     bytes: int | None = None  # copies and fills only
     context: int = 0
+    node: int = 0  # in a CUDA graph, 0 if the trace does not show it
+    annotation: str | None = None  # of its node in a CUDA graph (torch.cuda's mark_kernels)
 
     @property
     def duration(self) -> int:

@@ -223,6 +223,8 @@ class _Builder:
             real("est. achieved occupancy %") or None,
             arguments.get("bytes"),
             arguments.get("context", 0),
+            arguments.get("graph node id", 0),
+            self.share(_annotation(arguments)),
         )
 
     def cpu_event(
@@ -340,6 +342,14 @@ def nest(events: list[CpuEvent]) -> None:
 def nanoseconds(microseconds: str | int | float) -> int:
     """A time of the trace, exactly; a float has a resolution of only about half a nanosecond."""
     return round(Decimal(microseconds) * 1000)
+
+
+def _annotation(arguments: Mapping[str, Any]) -> str | None:
+    """What a kernel's node in a CUDA graph was marked with, under PyTorch's names for it."""
+    names = (arguments.get(key) for key in ("name", "str", "annotation"))
+    return (
+        next((str(name) for name in names if name), None) if "graph node id" in arguments else None
+    )
 
 
 def _frozen(value: Any) -> Any:
