@@ -35,7 +35,9 @@ def many(count: int = 200, **more: Any) -> list[Event]:
 
 
 def test_sound_traces_are_trusted(tmp_path: Path) -> None:
-    for path in (write_trace(tmp_path / "t.json", *SOUND), RECORDED / "graph_both.json.gz"):
+    graph = RECORDED / "graph_both.json.gz"
+    Profile.read(graph).export_chrome_trace(tmp_path / "ours.json")
+    for path in (write_trace(tmp_path / "t.json", *SOUND), graph, tmp_path / "ours.json"):
         code, out = run("--check", str(path))
         assert code == 0 and "the tables can be trusted: " in out and "no fault" in out
 

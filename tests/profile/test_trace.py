@@ -135,7 +135,9 @@ def test_a_number_may_lie_across_chunks(monkeypatch: pytest.MonkeyPatch) -> None
     want = [("a", "12.5e+3"), ("traceEvents", 1), ("traceEvents", "2.25"), ("b", "-0.125")]
     for chunk in range(1, len(text)):
         monkeypatch.setattr(jsonstream, "CHUNK", chunk)
-        assert list(jsonstream.members(io.StringIO(text), Path("t"), "traceEvents")) == want
+        assert (
+            list(jsonstream.JsonText(io.StringIO(text), Path("t")).members("traceEvents")) == want
+        )
 
 
 def test_a_file_cut_off_anywhere_is_an_error_that_says_so(tmp_path: Path) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from pathlib import Path
 from typing import Any
 
+from attnscope.common.collector import collector_off
 from attnscope.common.console import say
 from attnscope.profile.analysis.budgets import measure
 from attnscope.profile.analysis.diff import Side, difference, is_record, read_side, side_of
 from attnscope.profile.api import Profile
 from attnscope.profile.options import Showing
 from attnscope.profile.render import diff as diffs
-from attnscope.profile.render.files import as_json
+from attnscope.profile.render.files import write_json
 from attnscope.profile.render.formats import write_all
 from attnscope.profile.render.markdown import as_markdown
 from attnscope.profile.render.table import duration, percent
@@ -51,6 +52,7 @@ def _side(path: Path) -> Side:
     return read_side(path) if is_record(path) else side_of(Profile.read(path), str(path))
 
 
+@collector_off()
 def show(found: Profile, how: Showing) -> int:
     """Write the files, then print; return 1 if a budget is exceeded or a file cannot be written.
 
@@ -72,7 +74,7 @@ def show(found: Profile, how: Showing) -> int:
 
 def _print(found: Profile, how: Showing) -> None:
     if how.format == "json":
-        print(json.dumps(as_json(found), indent=1, allow_nan=False))
+        write_json(found, sys.stdout)
         return
     if how.format == "markdown":
         print(as_markdown(found))

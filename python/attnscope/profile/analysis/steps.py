@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median, stdev
@@ -51,13 +51,16 @@ def program_window(trace: Trace) -> Interval:
     first op, such as loading data, is included. The profiler's own work before and after is
     excluded. Raises ValueError for an empty trace.
     """
-    events: list[CpuEvent | GpuEvent] = [e for e in trace.cpu if e.kind in ("op", "range")]
-    events += trace.gpu
-    events += [trace.cpu[work.launch] for work in trace.gpu if work.launch >= 0]
-    if not events:
+    launches = {work.launch for work in trace.gpu if work.launch >= 0}
+    starts = [at for _, at in trace.steps[:1]] + [work.start for work in trace.gpu[:1]]
+    ends = [work.end for work in trace.gpu]
+    for event in trace.cpu:
+        if event.kind == "op" or event.kind == "range" or event.index in launches:
+            starts.append(event.start)
+            ends.append(event.end)
+    if not ends:
         raise ValueError("trace must have an op, a range or a GPU event, got none")
-    starts = [e.start for e in events] + [at for _, at in trace.steps[:1]]
-    return min(starts), max([e.end for e in events] + [trace.steps_end or 0])
+    return min(starts), max(max(ends), trace.steps_end or 0)
 
 
 def find_steps(attribution: Attribution, name: str | None = None) -> tuple[list[Step], str]:
@@ -276,34 +279,45 @@ def step_breakdown(attribution: Attribution, name: str | None = None) -> pandas.
     return table
 
 
+def _union(events: Iterable[CpuEvent | GpuEvent]) -> Iterator[Interval]:
+    """The times in which any event ran, as disjoint intervals in order; events sorted by start."""
+    begin = until = 0
+    for event in events:
+        if event.start > until:
+            if until > begin:
+                yield begin, until
+            begin = event.start
+        until = max(until, event.end)
+    if until > begin:
+        yield begin, until
+
+
 def split(
     steps: Sequence[Step], by_part: Sequence[Iterable[CpuEvent | GpuEvent]]
 ) -> list[list[int]]:
     """Nanoseconds of each step in each part; each instant counts in the first active part.
 
-    Steps must be sorted and disjoint. The last entry is time that no part covers, so the entries of
-    a step sum to its length.
+    The steps and the events of each part must be sorted by start, and the steps disjoint. The last
+    entry is time that no part covers, so the entries of a step sum to its length.
     """
     edges: list[tuple[int, int, int]] = []  # time, part, +1 or -1
     for part, events in enumerate(by_part):
-        for event in events:
-            if event.end > event.start:
-                edges += [(event.start, part, 1), (event.end, part, -1)]
+        for start, end in _union(events):
+            edges += [(start, part, 1), (end, part, -1)]
     # Step boundaries split the intervals there; they belong to no part.
     none = len(by_part)
     for step in steps:
         edges += [(step.start, none, 0), (step.end, none, 0)]
     edges.sort()
-    active = [0] * none
+    active = 0  # bit p: part p is active
+    first = [next((p for p in range(none) if bits >> p & 1), none) for bits in range(1 << none)]
     taken = [[0] * (none + 1) for _ in steps]
     at, before = 0, 0
     for time, part, change in edges:
         while at < len(steps) and steps[at].end <= before:
             at += 1
         if at < len(steps) and before >= steps[at].start and time > before:
-            first = next((p for p in range(none) if active[p]), none)
-            taken[at][first] += time - before
-        if part < none:
-            active[part] += change
+            taken[at][first[active]] += time - before
+        active += change << part
         before = time
     return taken

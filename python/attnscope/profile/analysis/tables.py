@@ -43,20 +43,23 @@ def operator_table(
     """
     trace, rows = attribution.trace, Rows()
     outer = op_parents(trace)
+    names = _names(trace, outer)
     inner = _ops_of_functions(trace, outer)
     rows[NO_OP]  # create the row even if it stays empty
-    until: Counter[int] = Counter()  # where the ops inside each op, so far, end
+    until = [0] * len(trace.cpu)  # where the ops inside each op, so far, end
     for event in trace.cpu:
         if event.kind == "op":
             row = rows[event.name]
-            row.events.append(event)
+            if event.index in counts.known:
+                row.events.append(event)
             row.self_cpu += event.duration
             above = outer[event.index]
             if above >= 0:
-                inside = max(0, event.end - max(event.start, until[above]))
-                rows[trace.cpu[above].name].self_cpu -= inside
-                until[above] = max(until[above], event.end)
-            if event.name not in _names(trace, outer, above):
+                begin = max(event.start, until[above])
+                if event.end > begin:
+                    rows[trace.cpu[above].name].self_cpu -= event.end - begin
+                    until[above] = event.end
+            if above < 0 or event.name not in names[above]:
                 row.cpu += event.duration
                 row.calls += 1  # autocast calls an op of the same name inside
     for work in trace.gpu:
@@ -68,13 +71,13 @@ def operator_table(
                 row.add(work)
                 row.self_gpu += work.duration
             continue
-        for name in _names(trace, outer, op.index):
+        for name in names[op.index]:
             rows[name].add(work)
         if work.kind == "kernel":
             rows[op.name].self_gpu += work.duration
             forward = attribution.forward_op(op)
             if forward is not None:
-                for name in _names(trace, outer, inner.get(forward.index, forward.index)):
+                for name in names[inner.get(forward.index, forward.index)]:
                     rows[name].backward += work.duration
     rates = {
         name: counts.rate(row.events, row.gpu, device, device_reason, sm_clock_mhz)
@@ -322,12 +325,18 @@ def _longest_first(times: Counter[str]) -> str:
     return ", ".join(name for name, _ in times.most_common())
 
 
-def _names(trace: Trace, outer: Sequence[int], at: int) -> set[str]:
-    """The names of an op and of its enclosing ops; nested ops of one name count once."""
-    names = set()
-    while at >= 0:
-        names.add(trace.cpu[at].name)
-        at = outer[at]
+def _names(trace: Trace, outer: Sequence[int]) -> list[frozenset[str]]:
+    """For each CPU event, the names of the op and of its enclosing ops, each once."""
+    shared: dict[tuple[frozenset[str], str], frozenset[str]] = {}
+    nothing: frozenset[str] = frozenset()
+    names: list[frozenset[str]] = []
+    for event, above in zip(trace.cpu, outer, strict=True):
+        around = names[above] if above >= 0 else nothing
+        if event.kind != "op":
+            names.append(around)
+            continue
+        key = (around, event.name)
+        names.append(shared.get(key) or shared.setdefault(key, around | {event.name}))
     return names
 
 

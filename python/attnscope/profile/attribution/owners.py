@@ -40,8 +40,17 @@ class Attribution:
         An external id that names an op open at the launch takes precedence: it was on CUPTI's stack
         then, while times come from two clocks.
         """
-        named = self._ops.get(work.external_id)
-        return named if named and self._was_open(named, work) else self._op_by_time(work)
+        return self._owners[work.index]
+
+    @cached_property
+    def _owners(self) -> list[CpuEvent | None]:
+        """The op of each piece of GPU work."""
+        owners = []
+        for work in self.trace.gpu:
+            named = self._ops.get(work.external_id)
+            found = named and self._was_open(named, work)
+            owners.append(named if found else self._op_by_time(work))
+        return owners
 
     def _was_open(self, op: CpuEvent, work: GpuEvent) -> bool:
         """Whether an op was open on the launching thread at the launch of GPU work.
@@ -110,13 +119,20 @@ class Attribution:
         backward.
         """
         if isinstance(event, GpuEvent):
-            op = self.op(event)
-            if event.launch < 0 or op is not self._op_by_time(event):
-                return self.ranges(op) if op else ()
-            event = self.trace.cpu[event.launch]
+            return self._ranges_of_work[event.index]
         own = tuple(self.trace.cpu[at] for at in self._open[event.index])
         caller = self._backward.caller(event)
         return own if caller is None else self._ranges_at(caller, event.start) + own
+
+    @cached_property
+    def _ranges_of_work(self) -> list[tuple[CpuEvent, ...]]:
+        """The ranges around the launch of each piece of GPU work, or around its op."""
+        found = []
+        for work, op in zip(self.trace.gpu, self._owners, strict=True):
+            launched = work.launch >= 0 and op is self._op_by_time(work)
+            event = self.trace.cpu[work.launch] if launched else op
+            found.append(self.ranges(event) if event else ())
+        return found
 
     def _ranges_at(self, thread: int, time: int) -> tuple[CpuEvent, ...]:
         """The ranges open on a thread at a time."""
@@ -162,7 +178,13 @@ class Attribution:
         """
         return tuple(f for f in self._frames(event) if not f.startswith(MODULE))
 
+    @cached_property
+    def _has_frames(self) -> bool:
+        return any(event.kind == "python" for event in self.trace.cpu)
+
     def _frames(self, event: CpuEvent | GpuEvent) -> tuple[str, ...]:
+        if not self._has_frames:
+            return ()
         if isinstance(event, GpuEvent):
             owner = self.op(event) or (self.trace.cpu[event.launch] if event.launch >= 0 else None)
             if owner is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import gc
 import os
 import platform
 import re
@@ -14,13 +13,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attnscope.common.console import say
+from attnscope.common.collector import collector_off
+from attnscope.common.console import progress, say
 from attnscope.common.hardware.nvml import Nvml
 from attnscope.profile.api import Profile
 from attnscope.profile.errors import ProfileError
@@ -78,8 +77,8 @@ class Recorder:
             self._nvml = Nvml(torch.device("cuda" if cuda else "cpu"))
             self.torch_profiler = _torch_profiler(cuda, self._options)
             synchronize()
-            if self._options.stacks:
-                opened.enter_context(_collector_off())
+            if self._options.stacks:  # the collector is slow then, and appears in the frames
+                opened.enter_context(collector_off())
             self.torch_profiler.start()
             opened.callback(self._stop_torch)
             late = threading.Timer(LONG_REGION_S, _warn_of_length)
@@ -118,7 +117,8 @@ class Recorder:
             )
             file = re.sub(r"[^A-Za-z0-9._-]+", "-", self._name)
             source = Path(folder.name) / f"{file}.json"
-            self.torch_profiler.export_chrome_trace(str(source))
+            with progress("PyTorch's profiler writes its trace"):
+                self.torch_profiler.export_chrome_trace(str(source))
         _warn_of_size(source)
         trace = read_trace(source)
         if trace.waits != 2:
@@ -222,18 +222,6 @@ def _sentinel(cuda: bool) -> None:
             # Bypasses the dispatcher, so no row of PyTorch's own table includes its time.
             torch.cuda._sleep(1)
             torch.cuda.synchronize()
-
-
-@contextmanager
-def _collector_off() -> Iterator[None]:
-    """Disable garbage collection: with Python frames recorded it is slow, and appears in them."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def _warn_of_length() -> None:

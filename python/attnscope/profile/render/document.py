@@ -169,7 +169,9 @@ def number(value: float) -> str:
 
 def rows_of(table: pandas.DataFrame) -> list[dict[str, Any]]:
     """The rows of a table, with Python numbers, and None for gaps (NaN)."""
-    columns = [table[name].astype(object).where(table[name].notna(), None) for name in table]
+    columns = [
+        table[name].astype(object).where(table[name].notna(), None).tolist() for name in table
+    ]
     return [
         dict(zip(table.columns, map(_plain, row), strict=True))
         for row in zip(*columns, strict=True)

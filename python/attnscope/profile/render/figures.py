@@ -75,14 +75,12 @@ def activity(attribution: Attribution) -> Figure | None:
     kernels = [kernel for kernel in kernels if kernel.device == gpu]
     start, end = kernels[0].start, max(kernel.end for kernel in kernels)
     edges = np.linspace(start, max(end, start + 1), BINS + 1)
-    filled = {name: np.zeros(BINS) for name in CATEGORIES}
+    spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for kernel in kernels:
-        first, last = np.searchsorted(edges, [kernel.start, kernel.end], side="right") - 1
-        inside = slice(first, min(last, BINS - 1) + 1)
-        overlap = np.minimum(kernel.end, edges[1:][inside])
-        overlap -= np.maximum(kernel.start, edges[:-1][inside])
-        filled[category(kernel.name)][inside] += np.maximum(overlap, 0)
-    used = [name for name in CATEGORIES if filled[name].any()]
+        if kernel.duration:
+            spans[category(kernel.name)].append((kernel.start - start, kernel.end - start))
+    filled = {name: _time_in_bins(np.array(span), edges - start) for name, span in spans.items()}
+    used = [name for name in CATEGORIES if name in filled]
     if not used:
         return None
     figure, axis = _figure(2.4)
@@ -100,6 +98,16 @@ def activity(attribution: Attribution) -> Figure | None:
     axis.margins(x=0)
     _legend(figure, axis)
     return figure
+
+
+def _time_in_bins(spans: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """The time of all spans [n, 2] in each bin between `edges`."""
+    spent = np.zeros(len(edges))  # up to each edge
+    for times, sign in ((spans[:, 0], 1), (spans[:, 1], -1)):
+        times = np.sort(times)
+        before = np.searchsorted(times, edges, side="right")
+        spent += sign * (before * edges - np.concatenate([[0], np.cumsum(times)])[before])
+    return np.maximum(np.diff(spent), 0)
 
 
 def step_parts(profile: Result) -> Figure | None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from attnscope.profile.analysis.result import Result
 
 SCHEMA = 1
+ROWS = 1 << 11  # rows of a table that are converted at a time
 
 
 def profile_tables(profile: Result) -> dict[str, pandas.DataFrame]:
@@ -40,7 +41,7 @@ def write_csv(profile: Result, folder: str | os.PathLike[str]) -> list[Path]:
     for name in TABLES:
         path, table = Path(folder) / f"{name}.csv", profile.table(name)
         if len(table):
-            table.to_csv(path, index=False)
+            table.to_csv(path, index=False, chunksize=ROWS)
             written.append(path)
         elif ours:
             path.unlink(missing_ok=True)
@@ -48,17 +49,33 @@ def write_csv(profile: Result, folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def to_json(profile: Result, path: str | os.PathLike[str]) -> None:
-    """Write `as_json(profile)` to a file, compressed if its name ends with ".gz"."""
+    """Write the JSON of `write_json` to a file, compressed if its name ends with ".gz"."""
     with open_output(path) as file:
-        json.dump(as_json(profile), file, indent=1, allow_nan=False)
-        file.write("\n")
+        write_json(profile, file)
 
 
-def as_json(profile: Result) -> dict[str, Any]:
-    """`{"schema": 1, "name", "env", ..., "tables": {name: rows}}`; missing numbers are None.
+def write_json(profile: Result, file: IO[str]) -> None:
+    """Write `{"schema": 1, "name", "env", ..., "tables": {name: rows}}`; missing numbers are null.
 
-    "env" describes this process; it is None, with a reason, for a trace read from a file.
+    "env" describes this process; it is null, with a reason, for a trace read from a file. Each row
+    of a table is one line: json's indentation is slow for many rows.
     """
+    content, tables = _facts(profile), profile_tables(profile)
+    encode = json.JSONEncoder(allow_nan=False).encode
+    file.write(json.dumps(content, indent=1, allow_nan=False).removesuffix("\n}"))
+    file.write(',\n "tables": {')
+    for at, (name, table) in enumerate(tables.items()):
+        file.write(f"{',' if at else ''}\n  {encode(name)}: [")
+        for start in range(0, len(table), ROWS):
+            rows = rows_of(table.iloc[start : start + ROWS])
+            lines = ",\n   ".join(map(encode, rows))
+            file.write(f"{',' if start else ''}\n   {lines}")
+        file.write("\n  ]")
+    file.write("\n }\n}\n")
+
+
+def _facts(profile: Result) -> dict[str, Any]:
+    """Everything but the tables."""
     owners, audit, found = profile.attribution, profile.audit, profile.efficiency()
     return {
         "schema": SCHEMA,
@@ -103,7 +120,6 @@ def as_json(profile: Result) -> dict[str, Any]:
         "efficiency_reasons": dict(found.reasons),
         "steps": _steps(profile),
         "findings": [vars(one) for one in profile.findings()],
-        "tables": {name: rows_of(table) for name, table in profile_tables(profile).items()},
     }
 
 

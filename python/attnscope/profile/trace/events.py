@@ -70,6 +70,15 @@ class GpuEvent:
         return self.end - self.start
 
 
+# Nesting order of events that start and end together: a range is entered before the op in it.
+_RANKS = {"range": 0, "python": 1, "op": 2, "call": 3}
+
+
+def entry_order(event: CpuEvent) -> tuple[int, int, int]:
+    """Sort key: by start, outer events first."""
+    return event.start, -event.end, _RANKS[event.kind]
+
+
 def is_open(event: CpuEvent, call_start: int) -> bool:
     """Whether an event was open when a CUDA call began, as far as their two clocks agree."""
     return event.start - CLOCKS_NS <= call_start < event.end + CLOCKS_NS
@@ -139,7 +148,8 @@ class Trace:
     ended first. `step_range` is the name of the range that begins a step, "" for optimizer steps.
     `cut`: another step follows the last one in the file. `profiler_steps` has number, start and end
     of the steps that the program marked with `torch.profiler.profile.step()`. `faults` counts the
-    events that cannot be true.
+    events that cannot be true. `origin` is the file's time, in nanoseconds, that is 0 here.
+    `repaired` is True for a file that is not JSON because PyTorch did not escape quotes in names.
     """
 
     cpu: list[CpuEvent] = field(default_factory=list)
@@ -158,6 +168,8 @@ class Trace:
     profiler_steps: list[tuple[int, int, int]] = field(default_factory=list)
     start: int = 0
     end: int = 0
+    origin: int = 0
+    repaired: bool = False
     faults: Faults = field(default_factory=Faults)
 
     @property

@@ -1,8 +1,10 @@
 """A chrome trace of PyTorch's profiler as lists of CPU and GPU events, joined by correlation id.
 
-The file is read as a stream: each event is decoded into a slotted object and its JSON dropped, so a
-trace needs about as much memory as its JSON has bytes (a test allows twice that). GPU-side copies
-of user ranges ("gpu_user_annotation") and metadata events are dropped: they are not work.
+The file is read as a stream: each event is decoded into a slotted object and its JSON dropped. An
+event in the layout in which PyTorch writes it is taken apart by one regular expression, and texts
+that recur (inputs of an op, launch configurations) are decoded once; any other event is decoded as
+JSON. GPU-side copies of user ranges ("gpu_user_annotation") and metadata events are dropped: they
+are not work.
 """
 
 from __future__ import annotations
@@ -10,22 +12,35 @@ from __future__ import annotations
 import gzip
 import math
 import os
+import re
 import zlib
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Mapping
 from decimal import Decimal
+from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from attnscope.profile.trace.events import Allocation, CpuEvent, GpuEvent, Overhead, Trace
+from attnscope.common.collector import collector_off
+from attnscope.common.console import progress
+from attnscope.profile.trace.events import (
+    Allocation,
+    CpuEvent,
+    GpuEvent,
+    Overhead,
+    Trace,
+    entry_order,
+)
 from attnscope.profile.trace.faults import (
     correct_gpu_work,
     leave_out_duplicates,
     leave_out_far,
     note_unread,
 )
-from attnscope.profile.trace.json_stream import REMEDY, members, open_trace, plain
-from attnscope.profile.trace.thread_ids import correct_threads, drop_copied_ids
+from attnscope.profile.trace.json_stream import REMEDY, JsonText, decode, open_trace, plain
+from attnscope.profile.trace.thread_ids import correct_ids
 from attnscope.profile.trace.window import remove_own
 
 CPU_KINDS = {
@@ -37,10 +52,21 @@ CPU_KINDS = {
 }
 OF_PROCESS = ("cpu_op", "cuda_runtime", "cuda_driver")  # have the process as their pid
 GPU_KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
-# Nesting order of events that start and end together: a range is entered before the op in it.
-RANKS = {"range": 0, "python": 1, "op": 2, "call": 3}
+# A complete event as PyTorch writes it (2.11 on few lines, 2.13 one member a line), or an arrow
+# from a launch to its kernel, which the correlation ids make redundant.
+EVENT = re.compile(
+    r'\s*\{\s*"ph": (?:"[sf]",\s*"id": \d+,[^{}]*"cat": "ac2g"[^{}]*\}|"X",'
+    rf'\s*"cat": "({"|".join([*CPU_KINDS, *GPU_KINDS])})",\s*"name": "([^"\\\n]*)",'
+    r'\s*"pid": (\d+),\s*"tid": (\d+),\s*"ts": (\d+)\.(\d{3}),\s*"dur": (\d+)\.(\d{3})'
+    r'\s*(?:,\s*"args": \{([^{}]*)\}\s*)?\})'
+)
+IDS = re.compile(r'"(External id|correlation|Sequence number|Fwd thread id)": (\d+),?\s*')
+REPEATED = 1 << 14  # decoded texts that are kept
+REPORTED = 1 << 13  # events from one report of the progress to the next
+NO_INPUTS = (None, None, None)
 
 
+@collector_off()
 def read_trace(path: str | os.PathLike[str]) -> Trace:
     """Read a `.json` or `.json.gz` that `export_chrome_trace` wrote.
 
@@ -49,22 +75,26 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     trace = Trace()
     builder = _Builder(trace)
     try:
-        with open_trace(path) as file:
-            for key, value in members(file, Path(path), "traceEvents"):
+        with open_trace(path) as file, progress(f"reading {Path(path).name}") as report:
+            text, size = JsonText(file, Path(path)), os.fstat(file.fileno()).st_size
+            for key, value in text.members("traceEvents", EVENT):
                 if key == "traceEvents":
                     builder.add_checked(value, path)
+                    if not builder.events % REPORTED:
+                        report(os.lseek(file.fileno(), 0, os.SEEK_CUR) / size)
                 elif key == "deviceProperties":
                     trace.devices = plain(value) or []
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{path} must be a whole file, got {error}. {REMEDY}") from None
     except OSError as error:
         raise ValueError(f"trace must be a readable file, got {path}: {error.strerror}") from None
+    trace.repaired = text.repaired
     builder.finish()
     return trace
 
 
 class _Builder:
-    """Converts the objects of "traceEvents" to events and joins them at the end."""
+    """Converts the items of "traceEvents" to events and joins them at the end."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -72,16 +102,23 @@ class _Builder:
         self.window: tuple[int, int] | None = None
         self.tails: dict[Any, int] = {}  # arrows from forward to backward: id -> thread
         self.heads: list[tuple[Any, int, int]] = []  # id, thread, time
-        self.shared: dict[Any, Any] = {}  # one copy of each name and each tuple of shapes
+        self.shared: dict[Any, Any] = {}  # one copy of each name, thread and tuple of shapes
+        self.inputs_of = lru_cache(REPEATED)(lambda text: self.inputs(decode(f"{{{text}}}")))
+        self.facts_of = lru_cache(REPEATED)(lambda text: self.facts(decode(f"{{{text}}}")))
 
     def add_checked(self, item: Any, path: str | os.PathLike[str]) -> None:
+        """Add an object, or the match of EVENT."""
         self.events += 1
         try:
-            self.add(item)
+            if isinstance(item, re.Match):
+                self.add_known(item)
+            else:
+                self.add(item)
         except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
+            shown = item[0].strip() if isinstance(item, re.Match) else repr(item)
             raise ValueError(
                 f"{path} must be a trace of PyTorch's profiler, got event {self.events} with a "
-                f"missing or bad value, {error}: {item!r:.200}. {REMEDY}"
+                f"missing or bad value, {error}: {shown:.200}. {REMEDY}"
             ) from None
 
     def add(self, item: dict[str, Any]) -> None:
@@ -100,13 +137,15 @@ class _Builder:
         if end < start:
             self.trace.faults.negative += 1
             return
-        arguments = item.get("args", {})
+        about = item.get("args", {})
         if category in CPU_KINDS:
             if category in OF_PROCESS:
                 self.trace.faults.pids[str(item.get("pid"))] += 1
-            self.trace.cpu.append(self.cpu_event(CPU_KINDS[category], item, start, end, arguments))
+            span = (int(item["tid"]), start, end)
+            self.cpu_event(category, str(item["name"]), *span, about, self.inputs(about))
         elif category in GPU_KINDS:
-            self.trace.gpu.append(self.gpu_event(GPU_KINDS[category], item, start, end, arguments))
+            facts = self.facts({"device": item["pid"], "stream": item["tid"], **about})
+            self.gpu_event(category, str(item["name"]), start, end, about, facts)
         elif category == "overhead":
             self.trace.overhead.append(Overhead(self.share(item["name"]), start, end))
         elif category == "Trace":
@@ -114,57 +153,112 @@ class _Builder:
         else:
             note_unread(self.trace.faults, category, phase)
 
+    def add_known(self, match: re.Match[str]) -> None:
+        """Add an event in PyTorch's layout; parts that recur are decoded once."""
+        category, name, process, thread, us, ns, long_us, long_ns, text = match.groups("")
+        if not category:
+            return
+        start = int(us + ns)
+        end = start + int(long_us + long_ns)
+        if category == "python_function":
+            self.cpu_event(category, name, int(thread), start, end, {}, NO_INPUTS)
+            return
+        ids = {key: int(value) for key, value in IDS.findall(text)}
+        if category in OF_PROCESS:
+            self.trace.faults.pids[process] += 1
+        if category in GPU_KINDS:
+            rest = IDS.sub("", text).rstrip(", \n")
+            facts = self.facts_of(f'"device": {process}, "stream": {thread}, {rest}')
+            self.gpu_event(category, name, start, end, ids, facts)
+            return
+        begin, last, inputs = text.find('"Concrete Inputs"'), text.rfind(', "Ev Idx"'), NO_INPUTS
+        if begin >= 0:
+            inputs = self.inputs_of(text[begin : last if last > begin else None])
+        self.cpu_event(category, name, int(thread), start, end, ids, inputs)
+
     def share(self, value: Any) -> Any:
         return self.shared.setdefault(value, value)
 
-    def inputs(self, value: Any) -> tuple[Any, ...] | None:
-        return None if value is None else self.share(_frozen(value))
-
-    def cpu_event(
-        self, kind: str, item: dict[str, Any], start: int, end: int, arguments: dict[str, Any]
-    ) -> CpuEvent:
-        return CpuEvent(
-            kind,
-            self.share(str(item["name"])),
-            int(item["tid"]),
-            start,
-            end,
-            correlation=arguments.get("correlation", 0),
-            external_id=arguments.get("External id", 0),
-            sequence=arguments.get("Sequence number", -1),
-            forward_thread=arguments.get("Fwd thread id", 0),
-            shapes=self.inputs(arguments.get("Input Dims")),
-            dtypes=self.inputs(arguments.get("Input type")),
-            concrete=self.inputs(arguments.get("Concrete Inputs")),
+    def inputs(self, arguments: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+        """Shapes, dtypes and concrete values of the inputs of an op; None if not recorded."""
+        shapes, dtypes, concrete = (
+            None if value is None else self.share(_frozen(value))
+            for value in map(arguments.get, ("Input Dims", "Input type", "Concrete Inputs"))
         )
+        return shapes, dtypes, concrete
 
-    def gpu_event(
-        self, kind: str, item: dict[str, Any], start: int, end: int, arguments: dict[str, Any]
-    ) -> GpuEvent:
+    def facts(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Device, stream and the launch configuration, in the order of GpuEvent's fields."""
+
         def real(key: str) -> float | None:
             value = arguments.get(key)
             number = math.nan if value is None else float(value)
             return number if math.isfinite(number) else None
 
-        return GpuEvent(
-            kind,
-            self.share(str(item["name"])),
+        return (
+            int(arguments["device"]),
+            int(arguments["stream"]),
+            self.share(_frozen(arguments.get("grid"))),
+            self.share(_frozen(arguments.get("block"))),
+            arguments.get("registers per thread"),
+            arguments.get("shared memory"),
+            real("blocks per SM"),
+            real("warps per SM"),
+            real("est. achieved occupancy %") or None,
+            arguments.get("bytes"),
+            arguments.get("context", 0),
+        )
+
+    def cpu_event(
+        self,
+        category: str,
+        name: str,
+        thread: int,
+        start: int,
+        end: int,
+        ids: Mapping[str, Any],
+        inputs: tuple[Any, Any, Any],
+    ) -> None:
+        event = CpuEvent(
+            CPU_KINDS[category],
+            self.share(name),
+            self.share(thread),
             start,
             end,
-            int(arguments.get("device", item["pid"])),
-            int(arguments.get("stream", item["tid"])),
-            correlation=arguments.get("correlation", 0),
-            external_id=arguments.get("External id", 0),
-            grid=self.inputs(arguments.get("grid")),
-            block=self.inputs(arguments.get("block")),
-            registers=arguments.get("registers per thread"),
-            shared_bytes=arguments.get("shared memory"),
-            blocks_per_sm=real("blocks per SM"),
-            warps_per_sm=real("warps per SM"),
-            occupancy=real("est. achieved occupancy %") or None,
-            bytes=arguments.get("bytes"),
-            context=arguments.get("context", 0),
+            -1,
+            -1,
+            ids.get("correlation", 0),
+            ids.get("External id", 0),
+            ids.get("Sequence number", -1),
+            ids.get("Fwd thread id", 0),
+            *inputs,
         )
+        self.trace.cpu.append(event)
+
+    def gpu_event(
+        self,
+        category: str,
+        name: str,
+        start: int,
+        end: int,
+        ids: Mapping[str, Any],
+        facts: tuple[Any, ...],
+    ) -> None:
+        device, stream, *configuration = facts
+        event = GpuEvent(
+            GPU_KINDS[category],
+            self.share(name),
+            start,
+            end,
+            device,
+            stream,
+            -1,
+            ids.get("correlation", 0),
+            ids.get("External id", 0),
+            -1,
+            *configuration,
+        )
+        self.trace.gpu.append(event)
 
     def allocation(self, item: dict[str, Any]) -> None:
         about = item["args"]
@@ -184,11 +278,12 @@ class _Builder:
         trace = self.trace
         leave_out_far(trace)
         timed: list[CpuEvent | GpuEvent] = [*trace.cpu, *trace.gpu]
-        spans = [(e.start, e.end) for e in timed]
+        begin, end = [], []
         if self.window and not trace.faults.far:
-            spans.append(self.window)
-        origin = min((start for start, _ in spans), default=0)
-        trace.start, trace.end = 0, max((end for _, end in spans), default=0) - origin
+            begin, end = [self.window[0]], [self.window[1]]
+        origin = min(chain((event.start for event in timed), begin), default=0)
+        trace.origin, trace.start = origin, 0
+        trace.end = max(chain((event.end for event in timed), end), default=0) - origin
         for event in timed:
             event.start -= origin
             event.end -= origin
@@ -199,13 +294,11 @@ class _Builder:
             for arrow, thread, time in self.heads
             if arrow in self.tails
         }
-        trace.cpu.sort(key=_order)
+        trace.cpu.sort(key=entry_order)
         trace.gpu.sort(key=lambda e: (e.start, e.end))
         leave_out_duplicates(trace)
-        drop_copied_ids(trace.cpu, trace.gpu)
-        correct_threads(trace.cpu, trace.gpu)
+        correct_ids(trace.cpu, trace.gpu)
         remove_own(trace)
-        trace.cpu.sort(key=_order)  # events that were cut now begin with the window
         nest(trace.cpu)
         calls: dict[int, list[CpuEvent]] = defaultdict(list)
         for event in trace.cpu:
@@ -218,11 +311,6 @@ class _Builder:
                 before = bisect_right(same, work.start, key=lambda call: call.start)
                 work.launch = same[max(0, before - 1)].index
         correct_gpu_work(trace)
-
-
-def _order(event: CpuEvent) -> tuple[int, int, int]:
-    """Sort key: by start, outer events first."""
-    return event.start, -event.end, RANKS[event.kind]
 
 
 def nest(events: list[CpuEvent]) -> None:
@@ -238,11 +326,16 @@ def nest(events: list[CpuEvent]) -> None:
         stack = stacks.setdefault(event.thread, [])
         while stack and stack[-1].end <= event.start:
             stack.pop()
-        need = event.start + 1 if event.kind == "call" else event.end
-        outer = next((other for other in reversed(stack) if other.end >= need), None)
-        event.parent = outer.index if outer else -1
-        if event.kind != "call":
-            stack.append(event)
+        if event.kind == "call":
+            event.parent = stack[-1].index if stack else -1
+            continue
+        for outer in reversed(stack):
+            if outer.end >= event.end:
+                event.parent = outer.index
+                break
+        else:
+            event.parent = -1
+        stack.append(event)
 
 
 def nanoseconds(microseconds: str | int | float) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from operator import attrgetter
 
+from attnscope.profile.trace.events import CpuEvent, Trace, entry_order
 from attnscope.profile.trace.markers import (
     BEGIN_CAPTURE,
     END_CAPTURE,
@@ -16,8 +18,7 @@ from attnscope.profile.trace.markers import (
     WAIT,
 )
 
-if TYPE_CHECKING:
-    from attnscope.profile.trace.events import CpuEvent, Trace
+_start = attrgetter("start")
 
 
 def remove_own(trace: Trace) -> None:
@@ -26,18 +27,17 @@ def remove_own(trace: Trace) -> None:
     own = [e for e in trace.cpu if e.kind == "range" and e.name in (SENTINEL, WAIT)]
     if not own:
         return
-    kept: list[CpuEvent] = []
+    removed: set[int] = set()  # positions in trace.cpu
     launched: dict[int, int] = {}  # correlation -> index in own
-    for event in trace.cpu:
-        inside = [
-            at
-            for at, one in enumerate(own)
-            if event.thread == one.thread and one.start <= event.start < one.end
-        ]
-        if not inside:
-            kept.append(event)
-        elif event.correlation:
-            launched[event.correlation] = inside[0]
+    for at, one in enumerate(own):
+        first, last = (bisect_left(trace.cpu, t, key=_start) for t in (one.start, one.end))
+        for position in range(first, last):
+            event = trace.cpu[position]
+            if event.thread == one.thread:
+                removed.add(position)
+                if event.correlation:
+                    launched.setdefault(event.correlation, at)
+    kept = [event for at, event in enumerate(trace.cpu) if at not in removed]
     found = [launched[w.correlation] for w in trace.gpu if w.correlation in launched]
     waits = [one for one in own if one.name == WAIT]
     at_ends = [at for at, one in enumerate(own) if one.name == SENTINEL]
@@ -57,13 +57,16 @@ def remove_own(trace: Trace) -> None:
 def _take_marks(trace: Trace) -> None:
     events, trace.cpu = trace.cpu, []
     for event in events:
-        if event.kind == "range" and event.name.startswith(f"{PROFILER_STEP}#"):
+        if event.kind != "range":
+            trace.cpu.append(event)
+            continue
+        if event.name.startswith(f"{PROFILER_STEP}#"):
             number = event.name.removeprefix(f"{PROFILER_STEP}#")
             if number.isdecimal():
                 trace.profiler_steps.append((int(number), event.start, event.end))
                 event.name = PROFILER_STEP
         which, _, of = event.name.removeprefix(STEP).partition(STEP_OF)
-        if event.kind != "range" or not event.name.startswith(STEP):
+        if not event.name.startswith(STEP):
             trace.cpu.append(event)
         elif event.name == STEPS_END:
             trace.steps_end = event.start
@@ -80,15 +83,20 @@ def _cut(trace: Trace, begin: int, end: int) -> None:
     """
     kept: list[CpuEvent] = []
     outside: set[int] = set()
+    cut = False
     for event in trace.cpu:
         if event.start < end and event.end > begin:
-            event.start, event.end = max(event.start, begin), min(event.end, end)
+            if event.start < begin or event.end > end:
+                event.start, event.end = max(event.start, begin), min(event.end, end)
+                cut = True
             kept.append(event)
         elif event.kind == "call" and event.name.startswith(BEGIN_CAPTURE + END_CAPTURE):
             kept.append(event)  # a capture may contain launches in the region
         elif event.correlation:
             outside.add(event.correlation)
     inside = {event.correlation for event in kept if event.correlation}
+    if cut:  # some events begin with the window now
+        kept.sort(key=entry_order)
     trace.cpu = kept
     trace.gpu = [
         work
