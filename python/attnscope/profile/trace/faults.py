@@ -16,7 +16,7 @@ from attnscope.profile.trace.markers import GRAPH_LAUNCHES
 HALF_A_DAY_NS = 43_200 * 10**9  # no recording is as long
 MOST_EARLY = 0.01  # of the GPU work; if more starts before its launch, the clocks differ
 TIMED_PHASES = ("X", "B")  # "E" ends a "B"; events of other phases have no duration
-# Categories that are not read because they are no work of the program; attnscope's are its own rows.
+# Categories that are not read: they are no work of the program. attnscope's are its own rows.
 NOT_WORK = (
     "attnscope_op", "attnscope_stage",
     "gpu_user_annotation", "mtia_user_annotation", "Trace", "overhead", "cuda_sync", "cuda_event",
