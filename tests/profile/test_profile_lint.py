@@ -180,6 +180,12 @@ def test_an_empty_trace_is_bad_input(tmp_path: Path) -> None:
         assert code == 2 and "trace must have ops, ranges, CUDA calls or GPU work" in out
 
 
+def test_the_lint_as_json(tmp_path: Path) -> None:
+    code, out = run("--check", str(write_trace(tmp_path / "t.json", *SOUND * 2)), "--json")
+    content = json.loads(out)
+    assert code == 0 and content["trusted"] and content["faults"][0]["count"] == 3
+
+
 def test_the_lint_is_in_every_file(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "t.json", *SOUND * 2)
     code, _ = run("--trace", str(path), "--output", str(tmp_path))

@@ -51,7 +51,7 @@ def profile_command(
         form = "json" if as_json else form
         how = of.Showing.parse(top, sort, full_names, form, output, fail_if)
         if check is not None:
-            raise typer.Exit(check_trace(check))
+            raise typer.Exit(check_trace(check, how))
         if diff is not None:
             raise typer.Exit(compare(diff, how))
         window = None if steps is None else parse_steps(steps)
