@@ -51,9 +51,21 @@ def test_sound_traces_are_trusted(tmp_path: Path) -> None:
         ),
         pytest.param(
             [*(e | {"ts": e["ts"] + 1e6 * HOUR} for e in SOUND), kernel(3, 0, 5)],
-            "times half a day or more from the others: 1 (left out",
+            "times of 0, or half a day or more from the others: 1 (left out",
             10,
             id="time 0",
+        ),
+        pytest.param(
+            [*(e | {"ts": e["ts"] + HOUR} for e in SOUND), kernel(3, 0, 5)],
+            "times of 0, or half a day or more from the others: 1 (left out",
+            10,
+            id="time 0 of an hour",
+        ),
+        pytest.param(
+            [*SOUND, launch(2, 50), kernel(2, 60, 1e6 * HOUR)],
+            "times of 0, or half a day or more from the others: 1 (left out",
+            10,
+            id="endless",
         ),
         pytest.param(
             [*SOUND, launch(2, 900), kernel(2, 100, 150)],

@@ -15,6 +15,7 @@ from attnscope.profile.api import Profile
 from attnscope.profile.errors import LostEvents, ProfileError
 from attnscope.profile.record.session import profile
 from attnscope.profile.record.step_window import parse_steps
+from attnscope.profile.render.terminal import print_lint
 from attnscope.profile.reports import check_trace, compare, show
 from attnscope.profile.script import INTERRUPTED, Script
 
@@ -78,6 +79,8 @@ def profile_command(
             over = show(found, how)
             code = code or over
         except (ProfileError, OSError) as error:
+            if isinstance(error, ProfileError) and form == "text":
+                print_lint(found.lint, lost=True)
             say(f"profile: {error}", "red", stderr=True)
             code = code or 1
     raise typer.Exit(code or int(found.incomplete is not None or not found.lint.trusted))
