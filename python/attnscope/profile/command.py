@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 from typing import Any
 
 import typer
@@ -13,10 +14,23 @@ from attnscope.common.options import bad_input, make_folder
 from attnscope.profile import options as of
 from attnscope.profile.api import Profile
 from attnscope.profile.errors import LostEvents, ProfileError
+from attnscope.profile.record.launcher import (
+    LAUNCHER_MODULES,
+    child_seconds,
+    rank_of_process,
+    unrecorded_children,
+)
 from attnscope.profile.record.session import profile
 from attnscope.profile.record.step_window import parse_steps
 from attnscope.profile.render.terminal import print_lint
-from attnscope.profile.reports import check_trace, compare, show
+from attnscope.profile.reports import (
+    RANK_FOLDER,
+    check_trace,
+    compare,
+    merge_ranks,
+    show,
+    show_rank,
+)
 from attnscope.profile.script import INTERRUPTED, Script
 
 
@@ -27,6 +41,7 @@ def profile_command(
     trace: of.TraceFile = None,
     check: of.Check = None,
     diff: of.Diff = None,
+    merge: of.Merge = None,
     output: of.Output = None,
     steps: of.Steps = None,
     step_range: of.StepRange = None,
@@ -48,22 +63,33 @@ def profile_command(
     or a budget is exceeded, 2 for bad input.
     """
     with bad_input("profile"):
-        of.check_sources(script=script, trace=trace, check=check, diff=diff)
+        of.check_sources(script=script, trace=trace, check=check, diff=diff, merge=merge)
         form = "json" if as_json else form
         how = of.Showing.parse(top, sort, full_names, form, output, fail_if)
         if check is not None:
             raise typer.Exit(check_trace(check, how))
         if diff is not None:
             raise typer.Exit(compare(diff, how))
+        if merge is not None:
+            raise typer.Exit(merge_ranks(merge, how))
         window = None if steps is None else parse_steps(steps)
         found: Profile | None
+        rank = None
         if trace is not None:
             found, code = Profile.read(trace, window, step_range), 0
         else:
             assert script is not None
+            run = Script(script, arguments or [], module)
+            if run.target in LAUNCHER_MODULES:
+                raise ValueError(
+                    f"script must run in this process, got {run.target}, which starts others. "
+                    "Record each rank: torchrun --no-python attnscope profile --output out SCRIPT"
+                )
+            rank = rank_of_process()
+            if rank is not None and how.output is not None:
+                how = replace(how, output=how.output / f"{RANK_FOLDER}{rank.number}")
             if how.output is not None:
                 make_folder(how.output)
-            run = Script(script, arguments or [], module)
             options: dict[str, Any] = {
                 "shapes": shapes,
                 "stacks": stacks,
@@ -71,12 +97,15 @@ def profile_command(
                 "steps": window,
                 "step_range": step_range,
             }
+            children = child_seconds()
             with nullcontext() if form == "text" else redirect_stdout(sys.stderr):
                 found, code = _record(run, options)
+            if note := unrecorded_children(children):
+                say(f"profile: {note}", "yellow", stderr=True)
         if found is None:
             raise typer.Exit(code)
         try:
-            over = show(found, how)
+            over = show_rank(found, how, rank) if rank else show(found, how)
             code = code or over
         except (ProfileError, OSError) as error:
             if isinstance(error, ProfileError) and form == "text":

@@ -38,6 +38,10 @@ Diff = Annotated[
         help="Compare two traces or records (profile.json, or its folder): what came, went, moved.",
     ),
 ]
+Merge = Annotated[
+    Path | None,
+    typer.Option(help="One report of the ranks in this folder: its rank0/, rank1/ and so on."),
+]
 Output = Annotated[
     Path | None, typer.Option(help="Folder for JSON, CSV, HTML and the chrome trace.")
 ]

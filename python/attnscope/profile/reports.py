@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from attnscope.common.collector import collector_off
-from attnscope.common.console import say
+from attnscope.common.console import progress, say
 from attnscope.profile.analysis.budgets import measure
 from attnscope.profile.analysis.diff import Side, difference, is_record, read_side, side_of
+from attnscope.profile.analysis.ranks import Rank
 from attnscope.profile.api import Profile
 from attnscope.profile.options import Showing
+from attnscope.profile.record.launcher import RankOf
 from attnscope.profile.render import diff as diffs
 from attnscope.profile.render.files import lint_facts, write_json
 from attnscope.profile.render.formats import write_all
 from attnscope.profile.render.markdown import as_markdown
+from attnscope.profile.render.ranks import as_json as as_json_ranks
+from attnscope.profile.render.ranks import merged
 from attnscope.profile.render.table import duration, percent
 from attnscope.profile.render.terminal import print_lint
 
@@ -56,6 +62,9 @@ def _side(path: Path) -> Side:
     return read_side(path) if is_record(path) else side_of(Profile.read(path), str(path))
 
 
+RANK_FOLDER = "rank"
+
+
 @collector_off()
 def show(found: Profile, how: Showing) -> int:
     """Write the files, then print; return 1 if a budget is exceeded or a file cannot be written.
@@ -74,6 +83,79 @@ def show(found: Profile, how: Showing) -> int:
     if wrote:
         say(wrote, stderr=how.format != "text")
     return _over_budget(found, how)
+
+
+def show_rank(found: Profile, how: Showing, rank: RankOf) -> int:
+    """`show` for one rank of several: rank 0 prints its tables, the others one line each."""
+    where = f"rank {rank.number} of {rank.world_size} ({rank.launcher})"
+    if rank.number == 0:
+        say(where, "bold", stderr=how.format != "text")
+        code = show(found, how)
+        if how.output is not None:
+            line = f"all ranks in one report: attnscope profile --merge {how.output.parent}"
+            say(line, stderr=how.format != "text")
+        return code
+    state = found.incomplete or "complete"
+    say(f"{where}: {state}; GPU time {duration(found.attribution.total_ns / 1e3)}", stderr=True)
+    if how.output is not None and not found.empty:
+        say(f"{where}: {write_all(found, how.output)}", stderr=True)
+    return _over_budget(found, how)
+
+
+def merge_ranks(folder: Path, how: Showing) -> int:
+    """Print and write one report of the ranks in a folder; return 1 if one is not complete.
+
+    Raises ValueError for a folder without ranks, or with ranks of several runs.
+    """
+    paths = {
+        int(match[1]): path
+        for path in sorted(folder.glob(f"{RANK_FOLDER}*"))
+        if (match := re.fullmatch(rf"{RANK_FOLDER}(\d+)", path.name))
+    }
+    if not paths:
+        raise ValueError(
+            f"merge must be a folder with rank0/, rank1/ and so on, got {folder}. Record them with "
+            f"torchrun --no-python attnscope profile --output {folder} SCRIPT"
+        )
+    ranks = []
+    with progress(f"reading {folder}") as report:
+        for at, number in enumerate(sorted(paths)):
+            report(at / len(paths))
+            ranks.append(_rank(number, paths[number]))
+    document, content = merged(ranks, folder.resolve().name)
+    out = how.output or folder
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "ranks.json").write_text(as_json_ranks(content))
+    document.write_markdown(out / "ranks.md")
+    document.write_html(out / "ranks.html")
+    if how.format == "json":
+        print(as_json_ranks(content), end="")
+    elif how.format == "markdown":
+        print((out / "ranks.md").read_text(), end="")
+    else:
+        document.print()
+        say(f"wrote ranks.html, ranks.json, ranks.md in {out}")
+    return int(any(rank.state != "complete" for rank in ranks))
+
+
+def _rank(number: int, folder: Path) -> Rank:
+    """The record in a rank's folder, or else its trace."""
+    record, trace = folder / "profile.json", folder / "trace.json"
+    if record.exists():
+        try:
+            content = json.loads(record.read_text())
+            world = re.match(r"\d+ of (\d+)", content["run"].get("rank", ""))
+            return Rank(number, int(world[1]) if world else None, content)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{record} must be a record of attnscope profile, got {type(error).__name__}: "
+                f"{error}. Record the rank again"
+            ) from None
+    if not trace.exists():
+        raise ValueError(f"{folder} must have a profile.json or a trace.json, got neither")
+    text = io.StringIO()
+    write_json(Profile.read(trace), text)
+    return Rank(number, None, json.loads(text.getvalue()))
 
 
 def _print(found: Profile, how: Showing) -> None:

@@ -24,6 +24,7 @@ from attnscope.common.hardware.nvml import Nvml
 from attnscope.profile.api import Profile
 from attnscope.profile.errors import ProfileError
 from attnscope.profile.record.attached import attached_tool
+from attnscope.profile.record.launcher import rank_of_process
 from attnscope.profile.trace.markers import SENTINEL, WAIT
 from attnscope.profile.trace.reader import read_trace
 
@@ -153,6 +154,7 @@ def describe_run() -> dict[str, str]:
     date = datetime.datetime.now(datetime.timezone.utc)
     found = {
         "command": shlex.join(sys.orig_argv),
+        "host": platform.node(),
         "date": date.isoformat(sep=" ", timespec="seconds"),
         "versions": f"attnscope {__version__}, torch {torch.__version__}, "
         f"CUDA {torch.version.cuda or 'none'}, Python {platform.python_version()}",
@@ -165,6 +167,8 @@ def describe_run() -> dict[str, str]:
         for device in range(torch.cuda.device_count()):
             if most := torch.cuda.max_memory_allocated(device):
                 parts.append(f"{most / 2**30:.2f} GiB allocated on cuda:{device}")
+    if rank := rank_of_process():
+        found["rank"] = f"{rank.number} of {rank.world_size}, started by {rank.launcher}"
     return found | {"peak memory": "; ".join(parts)}
 
 

@@ -59,11 +59,11 @@ def write_json(profile: Result, file: IO[str]) -> None:
     """Write `{"schema": 1, "name", "env", ..., "tables": {name: rows}}`; missing numbers are null.
 
     "env" describes this process; it is null, with a reason, for a trace read from a file. Each row
-    of a table is one line: json's indentation is slow for many rows.
+    of a table is a line.
     """
-    content, tables = _facts(profile), profile_tables(profile)
-    encode = json.JSONEncoder(allow_nan=False).encode
-    file.write(json.dumps(content, indent=1, allow_nan=False).removesuffix("\n}"))
+    encode = json.JSONEncoder(allow_nan=False).encode  # with an indent, json is slow for many rows
+    tables = profile_tables(profile)
+    file.write(json.dumps(_facts(profile), indent=1, allow_nan=False).removesuffix("\n}"))
     file.write(',\n "tables": {')
     for at, (name, table) in enumerate(tables.items()):
         file.write(f"{',' if at else ''}\n  {encode(name)}: [")
@@ -76,7 +76,7 @@ def write_json(profile: Result, file: IO[str]) -> None:
 
 
 def _facts(profile: Result) -> dict[str, Any]:
-    """Everything but the tables."""
+    """All of the JSON but the tables."""
     owners, audit, found = profile.attribution, profile.audit, profile.efficiency()
     return {
         "schema": SCHEMA,

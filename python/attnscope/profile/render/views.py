@@ -25,6 +25,10 @@ from attnscope.profile.render.table import (
 if TYPE_CHECKING:
     from attnscope.profile.analysis.result import Result
 
+COMMUNICATION_NOTE = (
+    "exposed: its device ran nothing else; times include waiting for late ranks, which "
+    "attnscope profile --merge takes apart"
+)
 LINES_NOTE = "with the line where the function begins; backward work is with its forward op"
 
 
@@ -99,6 +103,25 @@ def _copies(profile: Result, table: pandas.DataFrame, how: How) -> View:
     return View(table, _copy_columns(table), note)
 
 
+def _communication(profile: Result, table: pandas.DataFrame, how: How) -> View:
+    unit, time = unit_of(table["total_us"])
+    columns: list[Column] = [
+        ("collective", "collective", str),
+        ("group", "group", str),
+        ("ranks", "size", count),
+        ("dtype", "dtype", str),
+        ("calls", "calls", count),
+        ("MiB", "bytes", mebibytes),
+        (f"total {unit}", "total_us", time),
+        (f"mean {unit}", "mean_us", time),
+        (f"exposed {unit}", "exposed_us", time),
+        (f"overlapped {unit}", "overlapped_us", time),
+        ("bus GB/s", "bus_gbs", "{:,.4g}".format),
+    ]
+    columns = [column for column in columns if table[column[1]].notna().any()]
+    return View(table, columns, COMMUNICATION_NOTE)
+
+
 def _modules(profile: Result, table: pandas.DataFrame, how: How) -> View:
     names = [
         "  " * depth + path.rpartition("/")[2]
@@ -140,6 +163,7 @@ VIEWS: dict[str, Callable[[Result, pandas.DataFrame, How], View]] = {
     "operators": _operators,
     "kernels": _kernels,
     "copies": _copies,
+    "communication": _communication,
     "modules": _modules,
     "lines": _lines,
     "memory": _memory,

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from attnscope.profile.trace.collectives import Collective
+
 CLOCKS_NS = 2000  # maximum difference between CUPTI's and PyTorch's clocks
 
 
@@ -150,6 +152,7 @@ class Trace:
     of the steps that the program marked with `torch.profiler.profile.step()`. `faults` counts the
     events that cannot be true. `origin` is the file's time, in nanoseconds, that is 0 here.
     `repaired` is True for a file that is not JSON because PyTorch did not escape quotes in names.
+    `collectives` maps the external id of a collective's op and kernels to what PyTorch recorded.
     """
 
     cpu: list[CpuEvent] = field(default_factory=list)
@@ -170,6 +173,7 @@ class Trace:
     end: int = 0
     origin: int = 0
     repaired: bool = False
+    collectives: dict[int, Collective] = field(default_factory=dict)
     faults: Faults = field(default_factory=Faults)
 
     @property

@@ -25,6 +25,7 @@ from typing import Any
 
 from attnscope.common.collector import collector_off
 from attnscope.common.console import progress
+from attnscope.profile.trace.collectives import collective_of
 from attnscope.profile.trace.events import (
     Allocation,
     CpuEvent,
@@ -138,6 +139,8 @@ class _Builder:
             self.trace.faults.negative += 1
             return
         about = item.get("args", {})
+        if "Collective name" in about:
+            self.trace.collectives[about.get("External id", 0)] = collective_of(about)
         if category in CPU_KINDS:
             if category in OF_PROCESS:
                 self.trace.faults.pids[str(item.get("pid"))] += 1
@@ -157,6 +160,9 @@ class _Builder:
         """Add an event in PyTorch's layout; parts that recur are decoded once."""
         category, name, process, thread, us, ns, long_us, long_ns, text = match.groups("")
         if not category:
+            return
+        if '"Collective name"' in text:
+            self.add(decode(match[0]))
             return
         start = int(us + ns)
         end = start + int(long_us + long_ns)
