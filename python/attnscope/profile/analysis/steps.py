@@ -28,7 +28,8 @@ OPTIMIZER_STEP = "Optimizer.step#"  # PyTorch's range around each step of an opt
 # Ranges of PyTorch itself: parts of a step, never the step.
 TORCHS = (
     "enumerate(DataLoader)", "Optimizer.", "DistributedDataParallel.", "FSDP::", "nccl:", "gloo:",
-    "c10d::", "##", "Torch-Compiled Region", "Pregraph bytecode", "TorchDynamo",
+    "c10d::", "## Call CompiledFxGraph", "Torch-Compiled Region", "Pregraph bytecode",
+    "TorchDynamo",
 )  # fmt: skip
 # Ops of a new iterator of a DataLoader, which draws a seed.
 NEW_EPOCH = ("aten::empty", "aten::random_", "aten::item", "aten::_local_scalar_dense")
