@@ -134,7 +134,7 @@ def test_full_names_are_kernel_symbols() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "script, --trace, --check, --diff must be given, and one only, got neither"),
+        ([], "--check, --diff, --merge must be given, and one only, got neither"),
         (["--trace", "a.json", "b.py"], "must be given, and one only, got script, trace"),
         (["--trace", "nowhere.json"], "nowhere.json: No such file"),
         (["nowhere.py"], "script must be a file, got 'nowhere.py'. A module needs -m"),
