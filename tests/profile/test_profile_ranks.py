@@ -73,7 +73,7 @@ def test_communication_of_a_trace_has_its_bytes_bandwidth_and_exposed_time(two_r
     assert (row["collective"], row["size"], row["dtype"]) == ("all_reduce", 2, "BFloat16")
     assert (row["calls"], row["bytes"]) == (2, 2 * 2 * ELEMENTS)
     assert (row["total_us"], row["exposed_us"], row["overlapped_us"]) == (1100, 900, 200)
-    # On two ranks, an all-reduce moves each byte once over the link: 2 (n - 1) / n.
+    # An all-reduce of two ranks moves each byte once over the link: 2 (n - 1) / n.
     assert row["bus_gbs"] == pytest.approx(4 * ELEMENTS / 1100e3)
     code, out = run("--trace", str(two_ranks / "rank0" / "trace.json"))
     assert code == 0 and "\nCommunication\n" in out and "all_reduce" in out

@@ -132,12 +132,11 @@ def test_the_size_of_a_chunk_changes_nothing(chunk: int, monkeypatch: pytest.Mon
 
 def test_a_number_may_lie_across_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     text = '{"a": 12.5e+3, "traceEvents": [1, 2.25], "b": -0.125}'
-    want = [("a", "12.5e+3"), ("traceEvents", 1), ("traceEvents", "2.25"), ("b", "-0.125")]
+    want = [("a", "12.5e+3"), ("traceEvents", [1, "2.25"]), ("b", "-0.125")]
     for chunk in range(1, len(text)):
         monkeypatch.setattr(jsonstream, "CHUNK", chunk)
-        assert (
-            list(jsonstream.JsonText(io.StringIO(text), Path("t")).members("traceEvents")) == want
-        )
+        members = jsonstream.JsonText(io.StringIO(text), Path("t")).members("traceEvents")
+        assert [(k, list(v) if k == "traceEvents" else v) for k, v in members] == want
 
 
 def test_a_file_cut_off_anywhere_is_an_error_that_says_so(tmp_path: Path) -> None:

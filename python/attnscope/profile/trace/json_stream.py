@@ -96,9 +96,10 @@ class JsonText:
         self.repaired = False
 
     def members(self, key: str, known: re.Pattern[str] | None = None) -> Iterator[tuple[str, Any]]:
-        """Keys and values of the object in the file; the list under `key` is yielded item by item.
+        """Keys and values of the object in the file; the value of `key` is a list.
 
-        An item that the pattern `known` matches is yielded as its match, without being decoded.
+        That list is an iterator, to be exhausted before the next member. An item of it that the
+        pattern `known` matches is its match, without being decoded.
         Raises ValueError, with the path and the position, for text that is truncated, is not JSON,
         or is not an object with a list under `key`.
         """
@@ -112,8 +113,7 @@ class JsonText:
             if name == key:
                 found = True
                 self.expect("[", f"{key} is a list")
-                for item in self.items(known):
-                    yield key, item
+                yield key, self.items(known)
             else:
                 yield name, self.value()
             if not self.accept(","):

@@ -59,9 +59,11 @@ EVENT = re.compile(
     r'\s*\{\s*"ph": (?:"[sf]",\s*"id": \d+,[^{}]*"cat": "ac2g"[^{}]*\}|"X",'
     rf'\s*"cat": "({"|".join([*CPU_KINDS, *GPU_KINDS])})",\s*"name": "([^"\\\n]*)",'
     r'\s*"pid": (\d+),\s*"tid": (\d+),\s*"ts": (\d+)\.(\d{3}),\s*"dur": (\d+)\.(\d{3})'
-    r'\s*(?:,\s*"args": \{([^{}]*)\}\s*)?\})'
+    r'\s*(?:,\s*"args": \{\s*(?:"External id": (\d+),?)?([^{}]*)\}\s*)?\})'
 )
-IDS = re.compile(r'"(External id|correlation|Sequence number|Fwd thread id)": (\d+),?\s*')
+IDS = re.compile(r'"(correlation|Sequence number|Fwd thread id)": (\d+),?\s*')
+# The numbers of a CPU event, in the order of CpuEvent's fields, and what they are if missing.
+NUMBERS = (("correlation", 0), ("External id", 0), ("Sequence number", -1), ("Fwd thread id", 0))
 REPEATED = 1 << 14  # decoded texts that are kept
 REPORTED = 1 << 13  # events from one report of the progress to the next
 NO_INPUTS = (None, None, None)
@@ -80,9 +82,10 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
             text, size = JsonText(file, Path(path)), os.fstat(file.fileno()).st_size
             for key, value in text.members("traceEvents", EVENT):
                 if key == "traceEvents":
-                    builder.add_checked(value, path)
-                    if not builder.events % REPORTED:
-                        report(os.lseek(file.fileno(), 0, os.SEEK_CUR) / size)
+                    for at, item in enumerate(value, 1):
+                        builder.add_checked(item, at, path)
+                        if not at % REPORTED:
+                            report(os.lseek(file.fileno(), 0, os.SEEK_CUR) / size)
                 elif key == "deviceProperties":
                     trace.devices = plain(value) or []
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -99,7 +102,6 @@ class _Builder:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.events = 0
         self.window: tuple[int, int] | None = None
         self.tails: dict[Any, int] = {}  # arrows from forward to backward: id -> thread
         self.heads: list[tuple[Any, int, int]] = []  # id, thread, time
@@ -107,9 +109,8 @@ class _Builder:
         self.inputs_of = lru_cache(REPEATED)(lambda text: self.inputs(decode(f"{{{text}}}")))
         self.facts_of = lru_cache(REPEATED)(lambda text: self.facts(decode(f"{{{text}}}")))
 
-    def add_checked(self, item: Any, path: str | os.PathLike[str]) -> None:
+    def add_checked(self, item: Any, number: int, path: str | os.PathLike[str]) -> None:
         """Add an object, or the match of EVENT."""
-        self.events += 1
         try:
             if isinstance(item, re.Match):
                 self.add_known(item)
@@ -118,7 +119,7 @@ class _Builder:
         except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
             shown = item[0].strip() if isinstance(item, re.Match) else repr(item)
             raise ValueError(
-                f"{path} must be a trace of PyTorch's profiler, got event {self.events} with a "
+                f"{path} must be a trace of PyTorch's profiler, got event {number} with a "
                 f"missing or bad value, {error}: {shown:.200}. {REMEDY}"
             ) from None
 
@@ -145,10 +146,15 @@ class _Builder:
             if category in OF_PROCESS:
                 self.trace.faults.pids[str(item.get("pid"))] += 1
             span = (int(item["tid"]), start, end)
-            self.cpu_event(category, str(item["name"]), *span, about, self.inputs(about))
+            correlation, external_id, sequence, forward_thread = (
+                about.get(key, missing) for key, missing in NUMBERS
+            )
+            numbers = (correlation, external_id, sequence, forward_thread)
+            self.cpu_event(category, str(item["name"]), *span, numbers, self.inputs(about))
         elif category in GPU_KINDS:
             facts = self.facts({"device": item["pid"], "stream": item["tid"], **about})
-            self.gpu_event(category, str(item["name"]), start, end, about, facts)
+            ids = (about.get("correlation", 0), about.get("External id", 0))
+            self.gpu_event(category, str(item["name"]), start, end, *ids, facts)
         elif category == "overhead":
             self.trace.overhead.append(Overhead(self.share(item["name"]), start, end))
         elif category == "Trace":
@@ -158,29 +164,33 @@ class _Builder:
 
     def add_known(self, match: re.Match[str]) -> None:
         """Add an event in PyTorch's layout; parts that recur are decoded once."""
-        category, name, process, thread, us, ns, long_us, long_ns, text = match.groups("")
+        category, name, process, thread, us, ns, long_us, long_ns, external, text = match.groups("")
         if not category:
             return
-        if '"Collective name"' in text:
+        if '"Collective name"' in text or not external and '"External id"' in text:
             self.add(decode(match[0]))
             return
         start = int(us + ns)
         end = start + int(long_us + long_ns)
-        if category == "python_function":
-            self.cpu_event(category, name, int(thread), start, end, {}, NO_INPUTS)
-            return
-        ids = {key: int(value) for key, value in IDS.findall(text)}
-        if category in OF_PROCESS:
-            self.trace.faults.pids[process] += 1
+        external_id, correlation, sequence, forward_thread = int(external or 0), 0, -1, 0
+        if category != "cpu_op" or '"Sequence number"' in text:
+            ids = dict(IDS.findall(text))
+            correlation = int(ids.get("correlation", 0))
+            sequence = int(ids.get("Sequence number", -1))
+            forward_thread = int(ids.get("Fwd thread id", 0))
         if category in GPU_KINDS:
             rest = IDS.sub("", text).rstrip(", \n")
             facts = self.facts_of(f'"device": {process}, "stream": {thread}, {rest}')
-            self.gpu_event(category, name, start, end, ids, facts)
+            self.gpu_event(category, name, start, end, correlation, external_id, facts)
             return
-        begin, last, inputs = text.find('"Concrete Inputs"'), text.rfind(', "Ev Idx"'), NO_INPUTS
+        if category in OF_PROCESS:
+            self.trace.faults.pids[process] += 1
+        inputs, begin = NO_INPUTS, text.find('"Concrete Inputs"')
         if begin >= 0:
+            last = text.rfind(', "Ev Idx"')
             inputs = self.inputs_of(text[begin : last if last > begin else None])
-        self.cpu_event(category, name, int(thread), start, end, ids, inputs)
+        numbers = (correlation, external_id, sequence, forward_thread)
+        self.cpu_event(category, name, int(thread), start, end, numbers, inputs)
 
     def share(self, value: Any) -> Any:
         return self.shared.setdefault(value, value)
@@ -222,22 +232,13 @@ class _Builder:
         thread: int,
         start: int,
         end: int,
-        ids: Mapping[str, Any],
+        numbers: tuple[int, int, int, int],
         inputs: tuple[Any, Any, Any],
     ) -> None:
+        """`numbers` are those of NUMBERS."""
+        share, kind = self.shared.setdefault, CPU_KINDS[category]
         event = CpuEvent(
-            CPU_KINDS[category],
-            self.share(name),
-            self.share(thread),
-            start,
-            end,
-            -1,
-            -1,
-            ids.get("correlation", 0),
-            ids.get("External id", 0),
-            ids.get("Sequence number", -1),
-            ids.get("Fwd thread id", 0),
-            *inputs,
+            kind, share(name, name), share(thread, thread), start, end, -1, -1, *numbers, *inputs
         )
         self.trace.cpu.append(event)
 
@@ -247,22 +248,14 @@ class _Builder:
         name: str,
         start: int,
         end: int,
-        ids: Mapping[str, Any],
+        correlation: int,
+        external_id: int,
         facts: tuple[Any, ...],
     ) -> None:
         device, stream, *configuration = facts
+        ids = (-1, correlation, external_id, -1)
         event = GpuEvent(
-            GPU_KINDS[category],
-            self.share(name),
-            start,
-            end,
-            device,
-            stream,
-            -1,
-            ids.get("correlation", 0),
-            ids.get("External id", 0),
-            -1,
-            *configuration,
+            GPU_KINDS[category], self.share(name), start, end, device, stream, *ids, *configuration
         )
         self.trace.gpu.append(event)
 
