@@ -342,8 +342,8 @@ def _tiny_grids(attribution: Attribution, counts: FlopCounts) -> Finding | None:
         f"SMs; {first['kernel']} has {first['blocks']} for {first['sms']} SMs and takes "
         f"{first['share']:.0%} of kernel time",
         evidence,
-        f"Give it more parallel work ({MORE_BLOCKS.get(kind, 'a larger batch')}), or run independent "
-        "work on another stream beside it.",
+        f"Give it more parallel work ({MORE_BLOCKS.get(kind, 'a larger batch')}), or run "
+        "independent work on another stream beside it.",
         sum(row["gpu_us"] for row in evidence),
     )
 
