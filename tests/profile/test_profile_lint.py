@@ -35,7 +35,9 @@ def many(count: int = 200, **more: Any) -> list[Event]:
 
 
 def test_sound_traces_are_trusted(tmp_path: Path) -> None:
-    for path in (write_trace(tmp_path / "t.json", *SOUND), RECORDED / "graph_both.json.gz"):
+    graph = RECORDED / "graph_both.json.gz"
+    Profile.read(graph).export_chrome_trace(tmp_path / "ours.json")
+    for path in (write_trace(tmp_path / "t.json", *SOUND), graph, tmp_path / "ours.json"):
         code, out = run("--check", str(path))
         assert code == 0 and "the tables can be trusted: " in out and "no fault" in out
 
@@ -49,9 +51,21 @@ def test_sound_traces_are_trusted(tmp_path: Path) -> None:
         ),
         pytest.param(
             [*(e | {"ts": e["ts"] + 1e6 * HOUR} for e in SOUND), kernel(3, 0, 5)],
-            "times half a day or more from the others: 1 (left out",
+            "times of 0, or half a day or more from the others: 1 (left out",
             10,
             id="time 0",
+        ),
+        pytest.param(
+            [*(e | {"ts": e["ts"] + HOUR} for e in SOUND), kernel(3, 0, 5)],
+            "times of 0, or half a day or more from the others: 1 (left out",
+            10,
+            id="time 0 of an hour",
+        ),
+        pytest.param(
+            [*SOUND, launch(2, 50), kernel(2, 60, 1e6 * HOUR)],
+            "times of 0, or half a day or more from the others: 1 (left out",
+            10,
+            id="endless",
         ),
         pytest.param(
             [*SOUND, launch(2, 900), kernel(2, 100, 150)],
@@ -178,10 +192,17 @@ def test_an_empty_trace_is_bad_input(tmp_path: Path) -> None:
         assert code == 2 and "trace must have ops, ranges, CUDA calls or GPU work" in out
 
 
+def test_the_lint_as_json(tmp_path: Path) -> None:
+    code, out = run("--check", str(write_trace(tmp_path / "t.json", *SOUND * 2)), "--json")
+    content = json.loads(out)
+    assert code == 0 and content["trusted"] and content["faults"][0]["count"] == 3
+
+
 def test_the_lint_is_in_every_file(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "t.json", *SOUND * 2)
     code, _ = run("--trace", str(path), "--output", str(tmp_path))
     assert code == 0
     lint = json.loads((tmp_path / "profile.json").read_text())["lint"]
     assert lint["trusted"] and lint["faults"][0]["kind"] == "repeated events"
-    assert "Repeated events: 3" in (tmp_path / "profile.html").read_text()
+    page = (tmp_path / "profile.html").read_text()
+    assert "Repeated events: 3" in page and "the tables can be trusted" in page.split("<nav>")[0]

@@ -98,6 +98,18 @@ def test_communication_is_no_tiny_grid(tmp_path: Path) -> None:
         assert [one.kind for one in detect(made.attribution(tmp_path))] == kinds
 
 
+def test_advice_on_tiny_grids_fits_the_kernel(tmp_path: Path) -> None:
+    for symbol, fits in (
+        (ATTENTION, "heads"),
+        (GEMM, "inner dimension"),
+        ("mine", "a larger batch"),
+    ):
+        made = MadeTrace()
+        made.kernel(symbol, 30, 400, grid=[16, 1, 1])
+        (finding,) = detect(made.attribution(tmp_path))
+        assert fits in finding.advice and ("keys" in finding.advice) == (symbol == ATTENTION)
+
+
 def test_a_wait_for_a_busy_gpu_is_no_finding(tmp_path: Path) -> None:
     """The host waits 900 of 1000 us in each step, but the next kernel was launched before."""
     made = MadeTrace()

@@ -56,7 +56,7 @@ class Results:
         """
         if path.is_dir():
             raise ValueError(f"output must be a file, got the folder {path}")
-        same = SAME_TO_RESUME
+        same: tuple[str, ...] = SAME_TO_RESUME
         if RECORDS in path.resolve().parent.as_posix():
             _check_committed(path, env)
             same = (*same, "git_sha")

@@ -22,6 +22,7 @@ from attnscope.profile.record.launcher import (
 )
 from attnscope.profile.record.session import profile
 from attnscope.profile.record.step_window import parse_steps
+from attnscope.profile.render.terminal import print_lint
 from attnscope.profile.reports import (
     RANK_FOLDER,
     check_trace,
@@ -66,7 +67,7 @@ def profile_command(
         form = "json" if as_json else form
         how = of.Showing.parse(top, sort, full_names, form, output, fail_if)
         if check is not None:
-            raise typer.Exit(check_trace(check))
+            raise typer.Exit(check_trace(check, how))
         if diff is not None:
             raise typer.Exit(compare(diff, how))
         if merge is not None:
@@ -96,9 +97,9 @@ def profile_command(
                 "steps": window,
                 "step_range": step_range,
             }
+            children = child_seconds()
             with nullcontext() if form == "text" else redirect_stdout(sys.stderr):
-                children = child_seconds()
-            found, code = _record(run, options)
+                found, code = _record(run, options)
             if note := unrecorded_children(children):
                 say(f"profile: {note}", "yellow", stderr=True)
         if found is None:
@@ -107,6 +108,8 @@ def profile_command(
             over = show_rank(found, how, rank) if rank else show(found, how)
             code = code or over
         except (ProfileError, OSError) as error:
+            if isinstance(error, ProfileError) and form == "text":
+                print_lint(found.lint, lost=True)
             say(f"profile: {error}", "red", stderr=True)
             code = code or 1
     raise typer.Exit(code or int(found.incomplete is not None or not found.lint.trusted))

@@ -18,7 +18,7 @@ from attnscope.profile.api import Profile
 from attnscope.profile.options import Showing
 from attnscope.profile.record.launcher import RankOf
 from attnscope.profile.render import diff as diffs
-from attnscope.profile.render.files import write_json
+from attnscope.profile.render.files import lint_facts, write_json
 from attnscope.profile.render.formats import write_all
 from attnscope.profile.render.markdown import as_markdown
 from attnscope.profile.render.ranks import as_json as as_json_ranks
@@ -27,13 +27,16 @@ from attnscope.profile.render.table import duration, percent
 from attnscope.profile.render.terminal import print_lint
 
 
-def check_trace(path: Path) -> int:
+def check_trace(path: Path, how: Showing) -> int:
     """Print the faults of a trace; return 0 if its tables can be trusted, else 1.
 
     Raises ValueError for a file that is no trace.
     """
     lint = Profile.read(path).lint
-    print_lint(lint, lost=True)
+    if how.format == "json":
+        print(json.dumps(lint_facts(lint), indent=1))
+    else:
+        print_lint(lint, lost=True)
     return int(not lint.trusted)
 
 

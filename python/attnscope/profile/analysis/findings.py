@@ -41,6 +41,12 @@ STEADY_LAUNCHES = 100
 # Kernels between the products of unfused attention: scale, mask, casts, dropout, copies.
 BETWEEN_PRODUCTS = 12
 
+# What gives a kernel of a category more blocks.
+MORE_BLOCKS = {
+    "attention": "batch, heads, split of keys",
+    "GEMM": "a larger batch, split of the inner dimension",
+}
+
 _SYNCS = (
     "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize",
     "cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize",
@@ -329,14 +335,15 @@ def _tiny_grids(attribution: Attribution, counts: FlopCounts) -> Finding | None:
         return None
     evidence.sort(key=lambda row: -row["gpu_us"])
     first = evidence[0]
+    kind = category(groups[first["kernel"], first["blocks"]][0].name)
     return Finding(
         "tiny grid",
         f"{len(evidence)} kernels with a real share of the time have fewer blocks than half the "
         f"SMs; {first['kernel']} has {first['blocks']} for {first['sms']} SMs and takes "
         f"{first['share']:.0%} of kernel time",
         evidence,
-        "Give it more parallel work (batch, heads, split of keys or of the inner dimension), or "
-        "run independent work on another stream beside it.",
+        f"Give it more parallel work ({MORE_BLOCKS.get(kind, 'a larger batch')}), or run "
+        "independent work on another stream beside it.",
         sum(row["gpu_us"] for row in evidence),
     )
 

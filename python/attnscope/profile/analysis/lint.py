@@ -102,7 +102,10 @@ def _left_out(attribution: Attribution, audit: Audit) -> Iterator[Fault]:
     yield Fault("repeated events", faults.duplicates, "counted once", False)
     yield Fault("negative durations", faults.negative, "left out", many(faults.negative))
     yield Fault(
-        "times half a day or more from the others", faults.far, "left out", many(faults.far)
+        "times of 0, or half a day or more from the others",
+        faults.far,
+        "left out",
+        many(faults.far),
     )
 
 

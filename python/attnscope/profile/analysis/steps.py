@@ -28,8 +28,11 @@ OPTIMIZER_STEP = "Optimizer.step#"  # PyTorch's range around each step of an opt
 # Ranges of PyTorch itself: parts of a step, never the step.
 TORCHS = (
     "enumerate(DataLoader)", "Optimizer.", "DistributedDataParallel.", "FSDP::", "nccl:", "gloo:",
-    "c10d::", "##", "Torch-Compiled Region", "Pregraph bytecode", "TorchDynamo",
+    "c10d::", "## Call CompiledFxGraph", "Torch-Compiled Region", "Pregraph bytecode",
+    "TorchDynamo",
 )  # fmt: skip
+# Ops of a new iterator of a DataLoader, which draws a seed.
+NEW_EPOCH = ("aten::empty", "aten::random_", "aten::item", "aten::_local_scalar_dense")
 
 Interval = tuple[int, int]
 
@@ -158,10 +161,11 @@ def _repeated(attribution: Attribution, allowed: Callable[[CpuEvent], bool]) -> 
 
 def _with_work(attribution: Attribution, ranges: list[CpuEvent]) -> list[CpuEvent]:
     """The ranges with an op between their end and the next one's start; a DataLoader's last one in
-    each epoch has none."""
+    each epoch has none but those of the next epoch's iterator."""
     if not ranges:
         return []
-    starts = [event.start for event in attribution.trace.cpu if event.kind == "op"]
+    ops = (event for event in attribution.trace.cpu if event.kind == "op")
+    starts = [event.start for event in ops if event.name not in NEW_EPOCH]
     ends = [event.start for event in ranges[1:]] + [attribution.trace.end + 1]
     return [
         event

@@ -133,10 +133,11 @@ def _of_cpu(attribution: Attribution) -> Verdict:
                 own[outer.name] -= event.duration
     if not own.total():
         return Verdict("no GPU work and no op was recorded", ())
+    gpu = "no GPU work was read" if trace.faults.unread else "no GPU work"
     (name, ns), *_ = own.most_common(1)
     start, end = program_window(trace)
     share = own.total() / max(1, end - start)
     return Verdict(
-        f"no GPU work; {name} takes {ns / own.total():.0%} of the ops' CPU time",
+        f"{gpu}; {name} takes {ns / own.total():.0%} of the ops' CPU time",
         (f"ops took {own.total() / 1e6:,.3f} ms of CPU time, {share:.0%} of the program's time",),
     )

@@ -69,3 +69,4 @@ class Entries:
         monitoring.use_tool_id(self._tool, "attnscope")
         monitoring.register_callback(self._tool, monitoring.events.PY_START, started)
         monitoring.set_events(self._tool, monitoring.events.PY_START)
+        monitoring.restart_events()  # an earlier watch may have disabled functions for this id

@@ -18,6 +18,7 @@ from attnscope.profile.analysis.tables import path_of
 from attnscope.profile.render.document import rows_of
 
 if TYPE_CHECKING:
+    from attnscope.profile.analysis.lint import Lint
     from attnscope.profile.analysis.result import Result
 
 SCHEMA = 1
@@ -49,7 +50,7 @@ def write_csv(profile: Result, folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def to_json(profile: Result, path: str | os.PathLike[str]) -> None:
-    """`write_json` to a file, compressed if its name ends with ".gz"."""
+    """Write the JSON of `write_json` to a file, compressed if its name ends with ".gz"."""
     with open_output(path) as file:
         write_json(profile, file)
 
@@ -111,16 +112,18 @@ def _facts(profile: Result) -> dict[str, Any]:
             "sentinels": audit.sentinels,
         },
         "verdict": vars(profile.verdict),
-        "lint": {
-            "trusted": profile.lint.trusted,
-            "verdict": profile.lint.verdict,
-            "faults": [vars(fault) for fault in profile.lint.faults],
-        },
+        "lint": lint_facts(profile.lint),
         "efficiency": {key: getattr(found, key) for key in (*FIGURES, "occupancy_from")},
         "efficiency_reasons": dict(found.reasons),
         "steps": _steps(profile),
         "findings": [vars(one) for one in profile.findings()],
     }
+
+
+def lint_facts(lint: Lint) -> dict[str, Any]:
+    """The verdict on a trace and its faults."""
+    faults = [vars(fault) for fault in lint.faults]
+    return {"trusted": lint.trusted, "verdict": lint.verdict, "faults": faults}
 
 
 def _environment(profile: Result) -> dict[str, Any]:

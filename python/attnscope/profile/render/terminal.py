@@ -62,7 +62,8 @@ def print_profile(
     say(heading(profile), "bold")
     _print_state(profile)
     if profile.empty:
-        say("nothing was recorded: no op, no range, no GPU event")
+        what = "read" if profile.trace.faults.unread else "recorded"
+        say(f"nothing was {what}: no op, no range, no GPU event")
         return
     for name, view in views.items():
         if view is None:

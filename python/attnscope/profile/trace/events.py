@@ -122,7 +122,7 @@ class Faults:
         clipped_ns: the time that was cut off.
         instant: kernels that end when they start.
         pids: events of each process with ops or CUDA calls.
-        left_out: GPU work that is in no table although its launch is in the trace.
+        left_out: correlation ids of GPU work that is in no table although it was launched.
     """
 
     unread: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -136,7 +136,7 @@ class Faults:
     clipped_ns: int = 0
     instant: int = 0
     pids: Counter[str] = field(default_factory=Counter)
-    left_out: list[GpuEvent] = field(default_factory=list)
+    left_out: set[int] = field(default_factory=set)
 
 
 @dataclass

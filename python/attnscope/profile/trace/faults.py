@@ -14,10 +14,12 @@ from attnscope.profile.trace.events import CLOCKS_NS, CpuEvent, Faults, GpuEvent
 from attnscope.profile.trace.markers import GRAPH_LAUNCHES
 
 HALF_A_DAY_NS = 43_200 * 10**9  # no recording is as long
+MINUTE_NS = 60 * 10**9
 MOST_EARLY = 0.01  # of the GPU work; if more starts before its launch, the clocks differ
 TIMED_PHASES = ("X", "B")  # "E" ends a "B"; events of other phases have no duration
-# Categories that are not read because they are no work of the program.
+# Categories that are not read: they are no work of the program. attnscope's are its own rows.
 NOT_WORK = (
+    "attnscope_op", "attnscope_stage",
     "gpu_user_annotation", "mtia_user_annotation", "Trace", "overhead", "cuda_sync", "cuda_event",
     "cuda_profiler_range", "cpu_instant_event", "ac2g", "async_cpu_to_gpu", "async_gpu", "fwdbwd",
 )  # fmt: skip
@@ -32,14 +34,25 @@ def note_unread(faults: Faults, category: object, phase: object) -> None:
 
 
 def leave_out_far(trace: Trace) -> None:
-    """Leave out events half a day or more from the median start, such as those with a ts of 0."""
+    """Leave out events that start or end half a day or more from the median start, and those at 0
+    in a trace that starts later. The times must be those of the file."""
     events: list[CpuEvent | GpuEvent] = [*trace.cpu, *trace.gpu]
     starts = [event.start for event in events]
-    if not starts or max(starts) - min(starts) < HALF_A_DAY_NS:
+    if not starts:
+        return
+    first, last = min(starts), max(event.end for event in events)
+    if last - first < HALF_A_DAY_NS and first != 0:
         return
     middle = sorted(starts)[len(starts) // 2]
-    trace.cpu = [event for event in trace.cpu if abs(event.start - middle) < HALF_A_DAY_NS]
-    trace.gpu = [event for event in trace.gpu if abs(event.start - middle) < HALF_A_DAY_NS]
+    unset = middle > MINUTE_NS  # then a time of 0 is none
+
+    def is_near(event: CpuEvent | GpuEvent) -> bool:
+        far = max(middle - event.start, event.end - middle) >= HALF_A_DAY_NS
+        return not far and not (unset and event.start == 0)
+
+    trace.faults.left_out |= {work.correlation for work in trace.gpu if not is_near(work)}
+    trace.cpu = [event for event in trace.cpu if is_near(event)]
+    trace.gpu = [event for event in trace.gpu if is_near(event)]
     trace.faults.far = len(starts) - len(trace.cpu) - len(trace.gpu)
 
 
@@ -100,7 +113,7 @@ def _leave_out_early(trace: Trace) -> None:
     if faults.clocks_differ:
         return
     gone = {work.index for work in early}
-    faults.left_out = early
+    faults.left_out |= {work.correlation for work in early}
     trace.gpu = [work for work in trace.gpu if work.index not in gone]
     for at, work in enumerate(trace.gpu):
         work.index = at

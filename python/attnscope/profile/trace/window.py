@@ -126,11 +126,8 @@ def cut_to(trace: Trace, begin: int, end: int) -> Trace:
         event.index, event.parent = at, numbers.get(event.parent, -1)
         if event.kind != "call":
             event.start, event.end = max(event.start, begin), min(event.end, end)
-    left_out = [work for work in trace.faults.left_out if work.launch in numbers]
     for at, work in enumerate(gpu):
-        work.index = at
-    for work in (*gpu, *left_out):
-        work.launch = numbers.get(work.launch, -1)
+        work.index, work.launch = at, numbers.get(work.launch, -1)
     return replace(
         trace,
         cpu=cpu,
@@ -139,5 +136,4 @@ def cut_to(trace: Trace, begin: int, end: int) -> Trace:
         end=max([end, *(work.end for work in gpu)]),
         overhead=[one for one in trace.overhead if begin <= one.start < end],
         memory=[one for one in trace.memory if begin <= one.time < end],
-        faults=replace(trace.faults, left_out=left_out),
     )
