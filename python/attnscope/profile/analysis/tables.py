@@ -181,7 +181,7 @@ def stage_table(
     rows = []
     for stage in [
         *(stages[path] for path in depth_first(stages)),
-        *([outside] if outside.work else []),
+        *([outside] if outside.own else []),
     ]:
         row = stage.columns()
         rate = counts.rate(stage.walls, stage.busy, device, device_reason, sm_clock_mhz)

@@ -27,7 +27,7 @@ class Capture:
 
 def find_captures(trace: Trace) -> list[Capture]:
     """The captures that ended in the trace, without those that overlap another one."""
-    started = {work.launch for work in (*trace.gpu, *trace.faults.left_out)}
+    started = {work.launch for work in trace.gpu}
     found: list[Capture] = []
     running: list[Capture] = []
     mixed: set[int] = set()  # captures of which it is unknown which launches are theirs
@@ -42,7 +42,8 @@ def find_captures(trace: Trace) -> list[Capture]:
             running[-1].end = event.end
             found.append(running.pop())
         elif running and LAUNCH.match(event.name) and event.index not in started:
-            if not event.name.startswith(GRAPH_LAUNCHES):
+            done = event.correlation in trace.faults.left_out
+            if not done and not event.name.startswith(GRAPH_LAUNCHES):
                 running[-1].launches.append(event)
     return [capture for capture in found if id(capture) not in mixed and capture.launches]
 
