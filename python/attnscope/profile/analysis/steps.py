@@ -54,16 +54,9 @@ def program_window(trace: Trace) -> Interval:
     first op, such as loading data, is included. The profiler's own work before and after is
     excluded. Raises ValueError for an empty trace.
     """
-    launches = {work.launch for work in trace.gpu if work.launch >= 0}
-    starts = [at for _, at in trace.steps[:1]] + [work.start for work in trace.gpu[:1]]
-    ends = [work.end for work in trace.gpu]
-    for event in trace.cpu:
-        if event.kind == "op" or event.kind == "range" or event.index in launches:
-            starts.append(event.start)
-            ends.append(event.end)
-    if not ends:
+    if trace.program is None:
         raise ValueError("trace must have an op, a range or a GPU event, got none")
-    return min(starts), max(max(ends), trace.steps_end or 0)
+    return trace.program
 
 
 def find_steps(attribution: Attribution, name: str | None = None) -> tuple[list[Step], str]:

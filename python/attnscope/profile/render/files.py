@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import os
@@ -15,7 +16,7 @@ from attnscope.profile.analysis.catalog import TABLES
 from attnscope.profile.analysis.efficiency import FIGURES
 from attnscope.profile.analysis.kernel_names import short_name
 from attnscope.profile.analysis.tables import path_of
-from attnscope.profile.render.document import rows_of
+from attnscope.profile.render.document import columns_of, rows_of
 
 if TYPE_CHECKING:
     from attnscope.profile.analysis.lint import Lint
@@ -42,7 +43,12 @@ def write_csv(profile: Result, folder: str | os.PathLike[str]) -> list[Path]:
     for name in TABLES:
         path, table = Path(folder) / f"{name}.csv", profile.table(name)
         if len(table):
-            table.to_csv(path, index=False, chunksize=ROWS)
+            with path.open("w", encoding="utf-8", newline="") as file:
+                writer = csv.writer(file, lineterminator="\n")
+                writer.writerow(table.columns)
+                for start in range(0, len(table), ROWS):
+                    columns = columns_of(table.iloc[start : start + ROWS])
+                    writer.writerows(zip(*columns, strict=True))
             written.append(path)
         elif ours:
             path.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from attnscope.profile.trace.collectives import Collective
@@ -186,6 +187,21 @@ class Trace:
     def copies(self) -> list[GpuEvent]:
         """Copies and fills."""
         return [event for event in self.gpu if event.kind != "kernel"]
+
+    @cached_property
+    def program(self) -> tuple[int, int] | None:
+        """From the start of the first op, range, GPU event or launch to the end of the last.
+
+        None if there is none. Requested steps count as well.
+        """
+        launches = {work.launch for work in self.gpu if work.launch >= 0}
+        starts = [at for _, at in self.steps[:1]] + [work.start for work in self.gpu[:1]]
+        ends = [work.end for work in self.gpu]
+        for event in self.cpu:
+            if event.kind == "op" or event.kind == "range" or event.index in launches:
+                starts.append(event.start)
+                ends.append(event.end)
+        return (min(starts), max(max(ends), self.steps_end or 0)) if ends else None
 
     def ancestors(self, event: CpuEvent | GpuEvent) -> Iterator[CpuEvent]:
         """The events around an event, innermost first; for GPU work, its launch call first."""
