@@ -86,7 +86,7 @@ def test_the_package_is_loaded_when_it_is_first_used():
         (["plot", "none.json"], "none.json: No such file"),
         (["profile", "--trace", "none.json"], "none.json: No such file"),
         (["bench", "--device", "cpu", "--suite", "none"], "suite: 'none' is neither"),
-        (["profile"], "script or --trace must be given"),
+        (["profile"], "must be given, and one only, got neither"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -28,7 +28,8 @@ LEVELS: tuple[tuple[str, bool, tuple[str, ...]], ...] = (
 )
 # Inside profile, from the bottom up; a module may import the modules before it.
 PROFILE = (
-    ("errors", "trace", "attribution", "analysis", "render", "api", "record", "script", "command")
+    ("errors", "trace", "attribution", "analysis", "render", "api", "record", "script")
+    + ("options", "reports", "command")
 )  # fmt: skip
 _LEVEL = {part: at for at, (_, _, parts) in enumerate(LEVELS) for part in parts}
 

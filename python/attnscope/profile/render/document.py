@@ -169,11 +169,19 @@ def number(value: float) -> str:
 
 def rows_of(table: pandas.DataFrame) -> list[dict[str, Any]]:
     """The rows of a table, with Python numbers, and None for gaps (NaN)."""
-    columns = [table[name].astype(object).where(table[name].notna(), None) for name in table]
-    return [
-        dict(zip(table.columns, map(_plain, row), strict=True))
-        for row in zip(*columns, strict=True)
-    ]
+    names = list(table.columns)
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns_of(table), strict=True)]
+
+
+def columns_of(table: pandas.DataFrame) -> list[list[Any]]:
+    """The columns of a table, with Python numbers, and None for gaps (NaN)."""
+    found = []
+    for name in table:
+        values = table[name].to_numpy(dtype=object, na_value=None).tolist()
+        if table[name].dtype == object:  # may have numbers of NumPy
+            values = [_plain(value) for value in values]
+        found.append(values)
+    return found
 
 
 def _plain(value: Any) -> Any:
