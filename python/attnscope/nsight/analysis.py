@@ -277,3 +277,22 @@ def union(start: Array, end: Array) -> int:
 def _same(what: str, value: int, whole: int) -> None:
     if value != whole:
         raise ProfileError(f"{what} must be {whole} ns, got {value} ns")
+
+
+def top_kernels(recording: Recording, count: int, within: str | None = None) -> list[Row]:
+    """The kernel functions with most time, the longest first: what ncu then profiles.
+
+    `short_name` is nsys' name without template arguments, ncu's `--kernel-name-base function`.
+    Rows have `short_name`, `symbols`, `total_ns`, `count`. Raises as `Analysis`.
+    """
+    of = Analysis(recording, within)
+    keys, group = factorize(of.work["short"][of.is_kernel])
+    total = sums(group, of.duration[of.is_kernel], len(keys)).tolist()
+    counts = np.bincount(group, minlength=len(keys)).tolist()
+    symbols = of.work["name"][of.is_kernel]
+    rows = [
+        {"short_name": recording.name(key), "total_ns": total[at], "count": counts[at]}
+        | {"symbols": [of.names[one] for one in np.unique(symbols[group == at]).tolist()]}
+        for at, key in enumerate(keys.tolist())
+    ]
+    return sorted(rows, key=lambda row: -row["total_ns"])[:count]

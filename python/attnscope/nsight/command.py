@@ -23,55 +23,65 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 
 
+Command = Annotated[
+    list[str] | None,
+    typer.Argument(help="After --: the program and its arguments.", show_default=False),
+]
+Import = Annotated[
+    Path | None, typer.Option("--import", help="Read this .nsys-rep or .sqlite, run nothing.")
+]
+Range = Annotated[
+    str | None,
+    typer.Option(
+        "--range",
+        help="Record inside this NVTX range: name, name@domain, name@*. With --import, show its "
+        "work alone.",
+    ),
+]
+Captures = Annotated[
+    int | None, typer.Option(min=1, help="Ranges that are recorded; left out, the first alone.")
+]
+Gate = Annotated[str | None, typer.Option(help="cuda: record between cudaProfilerStart and Stop.")]
+Memory = Annotated[
+    bool | None,
+    typer.Option("--cuda-memory-usage", help="Record device memory.", show_default=False),
+]
+Nodes = Annotated[
+    bool | None, typer.Option(help="Record each kernel of a CUDA graph.", show_default=False)
+]
+Probe = Annotated[
+    bool | None,
+    typer.Option(help="Run the program once before, to check the range.", show_default=False),
+]
+Timeout = Annotated[
+    float | None, typer.Option("--timeout", help="Seconds of the recording; 0: no limit.")
+]
+Arguments = Annotated[
+    list[str] | None, typer.Option("--nsys-arg", help="One more argument of nsys profile.")
+]
+Output = Annotated[
+    Path | None, typer.Option(help="New folder for the results; left out, nsys-DATE-TIME.")
+]
+Gpu = Annotated[int | None, typer.Option(min=0, help="The GPU that every kernel should run on.")]
+
+
 def nsys_command(
-    command: Annotated[
-        list[str] | None,
-        typer.Argument(help="After --: the program and its arguments.", show_default=False),
-    ] = None,
-    import_: Annotated[
-        Path | None, typer.Option("--import", help="Read this .nsys-rep or .sqlite, run nothing.")
-    ] = None,
-    range_: Annotated[
-        str | None,
-        typer.Option(
-            "--range",
-            help="Record inside this NVTX range: name, name@domain, name@*. With --import, show "
-            "its work alone.",
-        ),
-    ] = None,
-    captures: Annotated[
-        int | None, typer.Option(min=1, help="Ranges that are recorded; the first alone if absent.")
-    ] = None,
-    gate: Annotated[
-        str | None, typer.Option(help="cuda: record between cudaProfilerStart and Stop.")
-    ] = None,
-    trace: Annotated[str | None, typer.Option(help="Of nsys; default cuda,nvtx.")] = None,
+    command: Command = None,
+    import_: Import = None,
+    range_: Range = None,
+    captures: Captures = None,
+    gate: Gate = None,
+    trace: Annotated[str | None, typer.Option(help="Of nsys; left out, cuda,nvtx.")] = None,
     sample: Annotated[str | None, typer.Option(help="none, or cpu for CPU samples.")] = None,
-    cuda_memory_usage: Annotated[
-        bool | None,
-        typer.Option("--cuda-memory-usage", help="Record device memory.", show_default=False),
-    ] = None,
-    graph_nodes: Annotated[
-        bool | None, typer.Option(help="Record each kernel of a CUDA graph.", show_default=False)
-    ] = None,
-    probe: Annotated[
-        bool | None,
-        typer.Option(help="Run the program once before, to check the range.", show_default=False),
-    ] = None,
+    cuda_memory_usage: Memory = None,
+    graph_nodes: Nodes = None,
+    probe: Probe = None,
     probe_s: Annotated[float | None, typer.Option(help="Seconds of that run.")] = None,
-    timeout_s: Annotated[
-        float | None, typer.Option("--timeout", help="Seconds of the recording; 0: no limit.")
-    ] = None,
-    nsys_args: Annotated[
-        list[str] | None, typer.Option("--nsys-arg", help="One more argument of nsys profile.")
-    ] = None,
+    timeout_s: Timeout = None,
+    nsys_args: Arguments = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with these settings.")] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="New folder for report, tables, logs; nsys-DATE if absent.")
-    ] = None,
-    gpu: Annotated[
-        int | None, typer.Option(min=0, help="The GPU that every kernel should run on.")
-    ] = None,
+    output: Output = None,
+    gpu: Gpu = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of a table.")] = 20,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands only.")] = False,
     form: Form = TERMINAL,

@@ -63,7 +63,7 @@ class Timeline:
 
 
 def main_thread(tid: Array) -> Array:
-    """The thread whose number is that of its process, as on Linux."""
+    """The thread with the number of its process, as on Linux."""
     return tid // PROCESS * PROCESS + tid // PROCESS % PROCESS
 
 
