@@ -48,8 +48,10 @@ class Analysis:
             )
         self.recording, self.within = recording, within
         self.projection = Projection(recording)
-        everything = np.ones(len(recording.work["start"]), bool)
-        self.mask = everything if within is None else self.projection.inside(within)
+        # The chosen range around each piece of work; 0 for all work where none was chosen.
+        everything = np.zeros(len(recording.work["start"]), np.int64)
+        self.around = everything if within is None else self.projection.inside(within)
+        self.mask = self.around != NONE
         if not self.mask.any():
             raise RecordingError(f"{recording.path}: no GPU work was launched in {within!r}")
         self.work = {name: values[self.mask] for name, values in recording.work.items()}

@@ -161,7 +161,7 @@ def _gate_note(analysis: Analysis, settings: NsysSettings) -> list[str]:
         return []
     total = int(analysis.is_kernel.sum())
     try:
-        inside = analysis.projection.inside(settings.range) & analysis.is_kernel
+        inside = (analysis.projection.inside(settings.range) >= 0) & analysis.is_kernel
     except ValueError:  # the report does not have the range that opened the gate
         return [f"gate: {total} kernels were recorded while {settings.range} was open"]
     return [f"gate: {int(inside.sum())} of {total} kernels were launched in {settings.range}"]

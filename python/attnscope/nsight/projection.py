@@ -191,7 +191,8 @@ class Projection:
         return self.depth[ranges] if len(self.depth) else ranges
 
     def inside(self, text: str) -> Array:
-        """Mask of the work inside the ranges that `text` names (see `parse_range`).
+        """The outermost of the ranges that `text` names (see `parse_range`) around each piece of
+        work, NONE outside of them.
 
         Raises ValueError where no range has this name, with the ranges there are.
         """
@@ -199,12 +200,13 @@ class Projection:
         chosen = self.chosen_ranges(name, domain)
         if not chosen.any():
             raise ValueError(no_such_range(text, self.recording.range_names()))
-        mask = np.zeros(len(self.inner), bool)
+        found = np.full(len(self.inner), NONE, np.int64)
         for work, ranges in self.levels:
-            mask[work[chosen[ranges]]] = True
-        for _, at in self._wide(np.flatnonzero(chosen)):
-            mask[at] = True
-        return mask
+            new = chosen[ranges] & (found[work] == NONE)
+            found[work[new]] = ranges[new]
+        for one, at in self._wide(np.flatnonzero(chosen)):
+            found[at[found[at] == NONE]] = one
+        return found
 
     def chosen_ranges(self, name: str, domain: str | None) -> Array:
         """Mask of the ranges with a name, in a domain ("": the default one, None: any)."""

@@ -49,7 +49,8 @@ def _gaps(of: Analysis, device: int) -> tuple[Array, Array, Array]:
     work, projection = of.recording.work, of.projection
     here = np.flatnonzero(work["device"] == device)
     start, reached = work["start"][here][1:], np.maximum.accumulate(work["end"][here])[:-1]
-    inside = of.mask[here][1:] & of.mask[here][:-1] & (start - reached >= GAP_NS)
+    around = of.around[here]
+    inside = (around[1:] == around[:-1]) & (around[1:] != NONE) & (start - reached >= GAP_NS)
     for pause in of.recording.breaks:  # captures of one run, joined
         inside &= ~((reached <= pause) & (start > pause))
     after, idle = here[1:][inside], reached[inside]
