@@ -188,13 +188,9 @@ class _Reader:
                 raise RecordingError(
                     f"{self.path}: {table} must have the column {name}, got {', '.join(there)}"
                 )
-        picked = [f"{name}" if name in names else f"COALESCE({name}, {UNKNOWN})" for name in there]
-        chosen = [one for one, name in zip(picked, there, strict=True) if name in names]
-        chosen += [one for one, name in zip(picked, there, strict=True) if name in optional]
-        order = [name for name in there if name in names]
-        order += [name for name in there if name in optional]
-        query = f"SELECT count(*), {', '.join(f'group_concat({one})' for one in chosen)} "
-        query += f"FROM {table} WHERE rowid > ? AND rowid <= ? AND ({where})"
+        order = [name for name in (*names, *optional) if name in there]
+        chosen = [f"group_concat(COALESCE({name}, {UNKNOWN}))" for name in order]
+        query = f"SELECT count(*), {', '.join(chosen)} FROM {table} WHERE rowid > ? AND rowid <= ? AND ({where})"
         (last,) = self.db.execute(f"SELECT max(rowid) FROM {table}").fetchone()
         parts: dict[str, list[Array]] = {name: [] for name in order}
         for low in range(0, last or 0, CHUNK_ROWS):
