@@ -70,7 +70,7 @@ def profile(arguments: list[str], how: dict) -> int:
 def stats(arguments: list[str]) -> int:
     if "--help-reports" in arguments:
         print(REPORTS)
-        return 0
+        return 1  # as nsys does
     db = sqlite3.connect(arguments[-1])
     rows = db.execute(
         "SELECT value, count(*), sum(end - start) FROM CUPTI_ACTIVITY_KIND_KERNEL JOIN StringIds "

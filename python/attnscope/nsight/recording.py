@@ -190,7 +190,8 @@ class _Reader:
                 )
         order = [name for name in (*names, *optional) if name in there]
         chosen = [f"group_concat(COALESCE({name}, {UNKNOWN}))" for name in order]
-        query = f"SELECT count(*), {', '.join(chosen)} FROM {table} WHERE rowid > ? AND rowid <= ? AND ({where})"
+        query = f"SELECT count(*), {', '.join(chosen)} FROM {table} "
+        query += f"WHERE rowid > ? AND rowid <= ? AND ({where})"
         (last,) = self.db.execute(f"SELECT max(rowid) FROM {table}").fetchone()
         parts: dict[str, list[Array]] = {name: [] for name in order}
         for low in range(0, last or 0, CHUNK_ROWS):
