@@ -176,7 +176,7 @@ def test_a_recording_without_work_is_an_error(fake):
         (["--gate", "nvtx"], "gate must be one of none, range, cuda, got 'nvtx'"),
         (["--range", "@x"], "range must be name, name@domain or name@*, got '@x'"),
         (["--captures", "2"], "captures must be 1, or more with a gate, got 2"),
-        (["--trace", "cuda,gpu"], "trace must be of cuda, nvtx"),
+        (["--trace", "cuda,gpu"], "trace must be of cuda, cuda-hw, nvtx"),
         (["--trace", "cuda", "--range", "a"], "trace must have nvtx"),
         (["--gate", "cuda", "--range", "a"], "gate must be range or left out with a range"),
         (["--sample", "gpu"], "sample must be one of none, cpu, got 'gpu'"),

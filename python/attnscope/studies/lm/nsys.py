@@ -63,7 +63,9 @@ def _record_one(run: Run, target: Path, timeout_s: float) -> Row:
     made.parent.mkdir(parents=True, exist_ok=True)
     made.unlink(missing_ok=True)
     command = [sys.executable, "-m", "attnscope.studies.lm.nsys_step", run_as_json(run)]
-    settings = NsysSettings(command=[*command, str(made.resolve())], gate="cuda")
+    settings = NsysSettings(
+        command=[*command, str(made.resolve())], gate="cuda", timeout_s=timeout_s
+    )
     failure = None
     try:
         record(settings, target)

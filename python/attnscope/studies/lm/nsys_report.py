@@ -9,13 +9,15 @@ from typing import Annotated, Any
 import typer
 
 from attnscope.common.console import say
-from attnscope.common.options import bad_input
+from attnscope.common.options import bad_input, make_folder
 from attnscope.common.results import Results, read_record
 from attnscope.nsight.output import MARKDOWN, TERMINAL, AsJson, Form, form_of, show
+from attnscope.nsight.tool import ToolError
 from attnscope.profile.render.document import Document, Section
-from attnscope.studies.lm.nsys import compare_rows, read_folder
+from attnscope.studies.lm.nsys import compare_rows, read_folder, record_all
 from attnscope.studies.lm.report import model_report
-from attnscope.studies.outputs import bad_output
+from attnscope.studies.lm.run import Run
+from attnscope.studies.outputs import bad_output, progress
 from attnscope.studies.records import Row
 
 STEM = "lm-nsys"
@@ -64,10 +66,37 @@ def analyze_command(
             raise ValueError(f"folder must be a folder of reports, got {folder}")
         document = write_report(folder, folder / STEM, profiled or folder.parent / "lm.json")
     show(document, chosen)
-    if not any(section.title == "Top kernels" for section in document.sections):
+    if not _has_kernels(document):
         raise typer.Exit(1)
     if chosen in (TERMINAL, MARKDOWN):
         say(f"wrote {folder / STEM}.json, .md and .html", stderr=chosen == MARKDOWN)
+
+
+def record_and_report(runs: Sequence[Run], output: Path, timeout_s: float) -> None:
+    """Record configurations under nsys, and write `lm-nsys` in the output folder, beside `lm` of
+    PyTorch's profiler. Exit codes: 1 no configuration could be recorded, 2 bad input or no nsys."""
+    folder = output / "nsys"
+    show_record = progress(lambda one: f"{one['model']}, context {one['context']}, {one['impl']}")
+    try:
+        with bad_input("profile_model"):
+            make_folder(folder)
+            record_all(runs, folder, timeout_s, show_record)
+            document = write_report(folder, output / STEM, output / "lm.json")
+    except ToolError as error:
+        say(f"profile_model: {error}", "red", stderr=True)
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        done = f"{folder} has what was recorded; the same command goes on"
+        say(f"profile_model: stopped; {done}", "red", stderr=True)
+        raise typer.Exit(130) from None
+    document.print()
+    say(f"wrote {output / STEM}.json, .md and .html")
+    if not _has_kernels(document):
+        raise typer.Exit(1)
+
+
+def _has_kernels(document: Document) -> bool:
+    return any(section.title == "Top kernels" for section in document.sections)
 
 
 def write_report(folder: Path, stem: Path, profiled: Path) -> Document:
