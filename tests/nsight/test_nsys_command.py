@@ -158,7 +158,8 @@ def test_a_program_that_fails_keeps_its_code_and_what_it_did(fake):
 
 def test_a_time_out_interrupts_the_program(fake):
     code, _, stderr = nsys("--timeout", "0.3", "--output", "out", "--", "sleep", "20")
-    assert code == 1 and "profile took longer than 0.3 s" in stderr
+    assert code == 1 and "time-out: profile took longer than 0.3 s" in stderr
+    assert json.loads(Path("out/commands.json").read_text())["commands"][0]["exit_code"] != 0
 
 
 def test_a_recording_without_work_is_an_error(fake):

@@ -7,8 +7,8 @@ cannot be true raises ProfileError.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, wraps
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,18 @@ OUTSIDE = "(outside)"  # in no range
 ALL = "(all)"
 
 
+def once(make: Callable[[Any], list[Row]]) -> Callable[[Any], list[Row]]:
+    """Make the rows of a table once for each analysis: reports are large."""
+
+    @wraps(make)
+    def rows(of: Any) -> list[Row]:
+        if make.__name__ not in of.tables:
+            of.tables[make.__name__] = make(of)
+        return of.tables[make.__name__]
+
+    return rows
+
+
 class Analysis:
     """What a recording shows, in the ranges that `within` names (None: everywhere).
 
@@ -47,6 +59,7 @@ class Analysis:
                 "Trace cuda, and end the program after its GPU work"
             )
         self.recording, self.within = recording, within
+        self.tables: dict[str, list[Row]] = {}
         self.projection = Projection(recording)
         # The chosen range around each piece of work; 0 for all work where none was chosen.
         everything = np.zeros(len(recording.work["start"]), np.int64)
@@ -126,6 +139,7 @@ class Analysis:
 
     # Tables
 
+    @once
     def kernel_rows(self) -> list[Row]:
         """One row for each kernel symbol, the longest first."""
         keys, group = factorize(self.work["name"][self.is_kernel])
@@ -176,6 +190,7 @@ class Analysis:
         names = self.projection.names_of(path) if path != NONE else ()
         return [qualified(*name) for name in names]
 
+    @once
     def stage_rows(self) -> list[Row]:
         """One row for each path of ranges with GPU work, and one for what is in none."""
         own = Counter[int]()
@@ -214,6 +229,7 @@ class Analysis:
                 )
         return rows
 
+    @once
     def category_rows(self) -> list[Row]:
         """Kernel time by category: everywhere, and in each outermost range and those inside it."""
         groups: dict[str, Array] = {ALL: self.is_kernel}
@@ -239,6 +255,7 @@ class Analysis:
                 )
         return sorted(rows, key=lambda row: (row["range"] != ALL, -row["kernel ms"]))
 
+    @once
     def copy_rows(self) -> list[Row]:
         """Copies and fills by kind, host memory and path of ranges."""
         chosen = np.flatnonzero(~self.is_kernel)

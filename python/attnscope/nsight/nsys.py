@@ -36,6 +36,7 @@ TRACES = (
     "opengl", "vulkan", "nvvideo", "python-gil", "gds",
 )  # fmt: skip
 SAMPLES = {"none": "none", "cpu": "process-tree"}
+# A recording's output has the program's own lines too: these patterns must be nsys' words.
 FAILURES = (
     Failure(
         "no report",
@@ -45,23 +46,25 @@ FAILURES = (
     ),
     Failure(
         "option unknown",
-        r"unrecogni[sz]ed option|[Ii]llegal (option|argument|parameter)|invalid (option|value)"
-        r"|is not a (valid|supported) (option|value)|cannot be used with",
+        r"^unrecogni[sz]ed option|^[Ii]llegal |^invalid (option|argument)|^usage: nsys",
         "this version of nsys does not take an option",
         "run attnscope nsys --dry-run, compare with nsys profile --help, update nsys",
-    ),
-    Failure(
-        "report unreadable",
-        r"[Cc]orrupt|[Ii]nvalid (report|file)|not a valid|[Uu]nsupported (file|report) version"
-        r"|newer version|does not exist|[Nn]o such file",
-        "nsys cannot read this report",
-        "use the nsys that recorded it or a newer one; record again if the run was cut off",
     ),
     Failure(
         "sampling refused",
         r"perf_event_paranoid|perf event|CPU (IP|sampling).{0,40}(disabled|not supported)",
         "the kernel does not allow CPU sampling to this user",
         "leave out --sample, or set kernel.perf_event_paranoid to 1",
+    ),
+)
+
+EXPORT_FAILURES = (
+    Failure(
+        "report unreadable",
+        r"[Cc]orrupt|[Ii]nvalid (report|file)|not a valid|[Uu]nsupported (file|report) version"
+        r"|newer version|does not exist|[Nn]o such file",
+        "nsys cannot read this report",
+        "use the nsys that recorded it or a newer one; record again if the run was cut off",
     ),
 )
 
@@ -247,7 +250,7 @@ def record(settings: NsysSettings, folder: Path) -> Recorded:
         notes.append(f"the program ended with exit code {done.code}; what it did before is here")
     reports = _reports(step)
     for report in reports:
-        session.run(export_step(report, path), FAILURES)
+        session.run(export_step(report, path), EXPORT_FAILURES)
     if len(reports) < settings.captures:
         notes.append(f"{len(reports)} of {settings.captures} captures were recorded")
     try:
@@ -265,7 +268,7 @@ def _probe(session: Session, settings: NsysSettings, folder: Path, nsys: str) ->
     step = probe_step(settings, folder, nsys)
     assert step.writes is not None
     session.run(step, FAILURES)
-    session.run(export_step(step.writes, nsys, "probe-export"), FAILURES)
+    session.run(export_step(step.writes, nsys, "probe-export"), EXPORT_FAILURES)
     found = read_recording(step.writes.with_suffix(".sqlite"))
     chosen = matches(found, settings.range)
     if not chosen.any():
@@ -374,5 +377,5 @@ def import_report(path: Path) -> Recording:
     if not target.is_file() or target.stat().st_mtime < path.stat().st_mtime:
         nsys, _ = locate("nsys")
         with tempfile.TemporaryDirectory() as logs:
-            check(run(export_step(path, nsys), Path(logs) / "export"), FAILURES)
+            check(run(export_step(path, nsys), Path(logs) / "export"), EXPORT_FAILURES)
     return read_recording(target)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from attnscope.nsight.analysis import OUTSIDE, Analysis, Row, union
+from attnscope.nsight.analysis import OUTSIDE, Analysis, Row, once, union
 from attnscope.nsight.nesting import NONE, busy_by, factorize, group_by, sums
 from attnscope.nsight.recording import PROCESS, Array
 from attnscope.ranges import WARMUP
@@ -21,6 +21,7 @@ CAUSES = (
 )  # fmt: skip
 
 
+@once
 def gap_rows(of: Analysis) -> list[Row]:
     """Times without GPU work between two pieces of it, by cause and range of the second."""
     rows = []
@@ -81,6 +82,7 @@ def _during(of: Analysis, chosen: Array, call: Array, low: Array, high: Array) -
     return found
 
 
+@once
 def allocation_rows(of: Analysis) -> list[Row]:
     """Calls that allocate or free memory, by function and path of ranges."""
     calls, chosen = of.recording.calls, np.flatnonzero(of.recording.allocations)
@@ -102,6 +104,7 @@ def allocation_rows(of: Analysis) -> list[Row]:
     return sorted(rows, key=lambda row: (row["range"] == OUTSIDE, -row["total ms"]))
 
 
+@once
 def stream_rows(of: Analysis) -> list[Row]:
     """Kernels by device and stream. Overlap is time in which another stream had kernels too;
     turns are the times at which the next kernel of the device was on this stream again."""
@@ -124,6 +127,7 @@ def stream_rows(of: Analysis) -> list[Row]:
     return rows
 
 
+@once
 def device_rows(of: Analysis) -> list[Row]:
     """Kernels by process and device."""
     pid, device = (of.work[key][of.is_kernel] for key in ("pid", "device"))

@@ -130,13 +130,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Done:
-    """A finished step: exit code (negative: a signal), output and seconds."""
+    """A finished step: exit code (negative: a signal), output and seconds; whether it was late and
+    interrupted."""
 
     step: Step
     code: int
     stdout: str
     stderr: str
     seconds: float
+    late: bool = False
 
     @property
     def output(self) -> str:
@@ -256,7 +258,7 @@ def run(step: Step, stem: Path) -> Done:
     """Run a step with its output in `<stem>.out` and `<stem>.err`.
 
     An interrupt or a time-out interrupts the command, which has GRACE_S seconds to write its files.
-    Raises KeyboardInterrupt then, ToolError for a time-out, OSError if the program does not start.
+    Raises KeyboardInterrupt for the first, OSError if the program does not start.
     """
     start = time.monotonic()
     process = subprocess.Popen(
@@ -293,14 +295,7 @@ def run(step: Step, stem: Path) -> Done:
     for reader in readers:
         reader.join(2.0)
     seconds = time.monotonic() - start
-    if late:
-        raise ToolError(
-            "time-out",
-            f"{step.label} took longer than {step.timeout_s:g} s, and was interrupted",
-            "profile less of the program, or allow more by --timeout",
-            tail("".join(lines[1]) or "".join(lines[0])),
-        )
-    return Done(step, process.returncode, "".join(lines[0]), "".join(lines[1]), seconds)
+    return Done(step, process.returncode, "".join(lines[0]), "".join(lines[1]), seconds, late)
 
 
 def _copy(pipe: IO[str], path: Path, into: list[str], echo: bool) -> None:
@@ -327,8 +322,16 @@ def _interrupt(process: subprocess.Popen[str]) -> None:
 
 
 def check(done: Done, failures: Sequence[Failure] = ()) -> None:
-    """Raises ToolError if a step failed: by its exit code, or by the file that it did not write."""
+    """Raises ToolError if a step failed: it was late, by its exit code, or by the file that it did
+    not write."""
     step = done.step
+    if done.late:
+        raise ToolError(
+            "time-out",
+            f"{step.label} took longer than {step.timeout_s:g} s, and was interrupted",
+            "profile less of the program, or allow more by --timeout",
+            tail(done.stderr) or tail(done.stdout),
+        )
     missing = step.writes is not None and not (step.writes.is_file() and step.writes.stat().st_size)
     bad_code = step.exit_codes is not None and done.code not in step.exit_codes
     if not bad_code and not missing:
