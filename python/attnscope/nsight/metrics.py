@@ -1,7 +1,7 @@
 """Names of hardware metrics, by short key, and the sets of them that answer one question each.
 
-NVIDIA's metric names differ between chips: `names_on` gives those of one chip. Metrics of `launch__`
-and a few others exist only inside ncu; all others are names of the chip's counters, which
+Metric names differ between chips: `names_on` gives those of one chip. Metrics of `launch__` and a
+few others exist only inside ncu; all others are names of the chip's counters, which
 `attnscope.nsight.evaluator` verifies without a GPU.
 """
 
@@ -46,6 +46,7 @@ _SHARED = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared"
 _WAVEFRONTS = "l1tex__data_pipe_lsu_wavefronts_mem_shared"
 _SECTORS = "l1tex__t_sectors_pipe_lsu_mem_global_op"
 _REQUESTS = "l1tex__t_requests_pipe_lsu_mem_global_op"
+_USED_BYTES = "smsp__sass_average_data_bytes_per_sector_mem_global_op"
 _SCALAR = "sm__sass_thread_inst_executed_op"
 
 NAMES: Mapping[str, str] = {
@@ -68,6 +69,8 @@ NAMES: Mapping[str, str] = {
     "l1_hit_pct": "l1tex__t_sector_hit_rate.pct",
     **{key: f"{name}{_PEAK}" for key, name in PIPES.items()},
     **TENSOR,
+    **{f"{key}_peak": f"{name}.peak_sustained" for key, name in TENSOR.items()},  # FLOPs a cycle
+    "ffma_peak": f"{_SCALAR}_ffma_pred_on.sum.peak_sustained",
     "fadd": f"{_SCALAR}_fadd_pred_on.sum",
     "fmul": f"{_SCALAR}_fmul_pred_on.sum",
     "ffma": f"{_SCALAR}_ffma_pred_on.sum",
@@ -87,12 +90,15 @@ NAMES: Mapping[str, str] = {
     "load_requests": f"{_REQUESTS}_ld.sum",
     "store_sectors": f"{_SECTORS}_st.sum",
     "store_requests": f"{_REQUESTS}_st.sum",
+    "load_bytes_per_sector": f"{_USED_BYTES}_ld.ratio",  # of 32 that a sector has
+    "store_bytes_per_sector": f"{_USED_BYTES}_st.ratio",
     "eligible": "smsp__warps_eligible.avg.per_cycle_active",
     "active": "smsp__warps_active.avg.per_cycle_active",
     **{
         f"stall_{stall}": f"smsp__average_warps_issue_stalled_{stall}_per_issue_active.ratio"
         for stall in STALLS
     },
+    "sms": "device__attribute_multiprocessor_count",
     "registers": "launch__registers_per_thread",
     "block_size": "launch__block_size",
     "grid_size": "launch__grid_size",
@@ -127,12 +133,14 @@ class MetricSet:
     sections: tuple[str, ...]
 
 
-_LAUNCH = ("registers", "block_size", "grid_size", "waves", "shared_static", "shared_dynamic")
+_LAUNCH = (
+    "sms", "registers", "block_size", "grid_size", "waves", "shared_static", "shared_dynamic",
+)  # fmt: skip
 _BASE = (
     "time_ns", "clock_hz", "instructions", "compute_sol_pct", "memory_sol_pct", "dram_pct",
     "l2_pct", "l1_pct", "tensor_pct", "mufu_pct", "issue_pct", *_LAUNCH,
 )  # fmt: skip
-_FLOPS = (*TENSOR, "fadd", "fmul", "ffma")
+_FLOPS = (*TENSOR, *(f"{key}_peak" for key in TENSOR), "ffma_peak", "fadd", "fmul", "ffma")
 _DRAM = ("dram_bytes", "dram_read", "dram_write", "l2_bytes", "l2_hit_pct")
 
 SETS: Mapping[str, MetricSet] = {
@@ -158,7 +166,7 @@ SETS: Mapping[str, MetricSet] = {
             *_DRAM, "l1_hit_pct", "tma_instructions", "tma_read", "local_loads", "local_stores",
             "bank_conflicts", "bank_conflicts_load", "bank_conflicts_store",
             "bank_conflicts_gmma", "shared_wavefronts", "load_sectors", "load_requests",
-            "store_sectors", "store_requests",
+            "store_sectors", "store_requests", "load_bytes_per_sector", "store_bytes_per_sector",
         ),
         ("MemoryWorkloadAnalysis", "MemoryWorkloadAnalysis_Tables"),
     ),
@@ -195,4 +203,5 @@ def keys_of(sets: Sequence[str]) -> list[str]:
 def names_on(chip: str | None, keys: Sequence[str]) -> list[str]:
     """ncu's names of keys, without those that the chip does not have (None: only common ones)."""
     absent = {key for name in MISSING for key in MISSING[name] if chip in (name, None)}
+    absent |= {f"{key}_peak" for key in absent}
     return [NAMES[key] for key in keys if key not in absent]
