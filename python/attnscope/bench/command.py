@@ -75,6 +75,13 @@ Layouts = Annotated[
         " the faster one counts for each impl. Left out: both on a GPU, bshd on a CPU."
     ),
 ]
+Counters = Annotated[
+    bool,
+    typer.Option(
+        "--counters",
+        help="Put hardware counters into each row: tensor pipe, DRAM bytes, L2 hits, FLOPs.",
+    ),
+]
 ListThem = Annotated[bool, typer.Option("--list", help="List suites and impls, and stop.")]
 
 
@@ -118,6 +125,7 @@ def bench_command(
         ),
     ] = 2.0,
     layouts: Layouts = None,
+    counters: Counters = False,
     seed: Seed = 0,
     device: Device = None,
     list_: ListThem = False,
@@ -147,7 +155,7 @@ def bench_command(
             impls.append(base)
         asked = dict(l2=l2, budget_s=time_budget, layouts=layouts)
         chosen = USUAL[where.type] | {k: v for k, v in asked.items() if v is not None}
-        settings = Settings(graph=graph, rest=rest, seed=seed, **chosen)
+        settings = Settings(graph=graph, rest=rest, seed=seed, counters=counters, **chosen)
         make_timer(where, settings)
         results = Results.create(output, environment(where, asdict(settings)), resume)
     lost = _sweep(works, impls, base, results, where, settings)
