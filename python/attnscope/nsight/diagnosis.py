@@ -15,9 +15,10 @@ from attnscope.nsight.metrics import LIMITERS, STALLS
 from attnscope.nsight.ncu_reader import Kernel
 
 # Percent of its peak at which a unit counts as the limit, and as busy beside another one.
-SATURATED, BUSY = 70.0, 45.0
+SATURATED, SATURATED_MEMORY, BUSY = 75.0, 60.0, 45.0
 CLOSE = 0.75  # share of the busiest unit at which another one counts as equally busy
 SMALL_GRID = 0.9  # of the SMs; with fewer blocks some SMs have no work
+DRAM_FIRST = 0.9  # share of the busiest memory unit at which DRAM counts as the limit
 LOW_OCCUPANCY = 40.0  # percent
 RARE_STALL = 3.0  # percent of the stalled warps
 CONFLICTS, PARTIAL_SECTORS = 0.1, 24.0  # share of wavefronts; bytes used of a sector's 32
@@ -107,12 +108,15 @@ def limit(kernel: Kernel) -> Limit:
     if not busy:
         return Limit("unknown", "unknown: the report has no utilisation of any unit", "collect sol")
     key, value = max(busy.items(), key=lambda item: item[1])
-    if (short := _small_grid(kernel)) and value < SATURATED:
+    if key in MEMORY and busy.get("dram_pct", 0.0) >= DRAM_FIRST * value:
+        key, value = "dram_pct", busy["dram_pct"]  # L2 and L1 carry the same bytes
+    least = SATURATED_MEMORY if key in MEMORY else SATURATED
+    if (short := _small_grid(kernel)) and value < least:
         return Limit(
             "launch", f"too few blocks: {short}; the busiest unit is {_busy(key, value)}",
             "split the work: smaller tiles, split-KV, or a larger batch",
         )  # fmt: skip
-    if value >= SATURATED:
+    if value >= least:
         return _saturated(kernel, key, value)
     together = [
         one for one in busy
@@ -121,11 +125,13 @@ def limit(kernel: Kernel) -> Limit:
     ]  # fmt: skip
     if len(together) > 1:
         units = " and ".join(_busy(one, busy[one]) for one in together)
+        loads = any(one in MEMORY for one in together)
         return Limit(
             "overlap",
             f"overlap-bound: no unit is saturated, {units}; each waits for the other in turn",
-            "let the softmax of one tile run beside the products of another",
-        )
+            "load further ahead: more stages in the ring" if loads
+            else "let the softmax of one tile run beside the products of another",
+        )  # fmt: skip
     waits = stalls(kernel)
     first = f"; warps wait for {waits[0].meaning} ({waits[0].percent:.0f} %)" if waits else ""
     return Limit(

@@ -45,7 +45,6 @@ _LOCAL = "smsp__inst_executed_op_local"
 _SHARED = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared"
 _WAVEFRONTS = "l1tex__data_pipe_lsu_wavefronts_mem_shared"
 _SECTORS = "l1tex__t_sectors_pipe_lsu_mem_global_op"
-_REQUESTS = "l1tex__t_requests_pipe_lsu_mem_global_op"
 _USED_BYTES = "smsp__sass_average_data_bytes_per_sector_mem_global_op"
 _SCALAR = "sm__sass_thread_inst_executed_op"
 
@@ -69,7 +68,6 @@ NAMES: Mapping[str, str] = {
     "l1_hit_pct": "l1tex__t_sector_hit_rate.pct",
     **{key: f"{name}{_PEAK}" for key, name in PIPES.items()},
     **TENSOR,
-    **{f"{key}_peak": f"{name}.peak_sustained" for key, name in TENSOR.items()},  # FLOPs a cycle
     "ffma_peak": f"{_SCALAR}_ffma_pred_on.sum.peak_sustained",
     "fadd": f"{_SCALAR}_fadd_pred_on.sum",
     "fmul": f"{_SCALAR}_fmul_pred_on.sum",
@@ -87,9 +85,7 @@ NAMES: Mapping[str, str] = {
     "bank_conflicts_gmma": f"{_SHARED}_op_gmma.sum",
     "shared_wavefronts": f"{_WAVEFRONTS}.sum",
     "load_sectors": f"{_SECTORS}_ld.sum",
-    "load_requests": f"{_REQUESTS}_ld.sum",
     "store_sectors": f"{_SECTORS}_st.sum",
-    "store_requests": f"{_REQUESTS}_st.sum",
     "load_bytes_per_sector": f"{_USED_BYTES}_ld.ratio",  # of 32 that a sector has
     "store_bytes_per_sector": f"{_USED_BYTES}_st.ratio",
     "eligible": "smsp__warps_eligible.avg.per_cycle_active",
@@ -126,58 +122,54 @@ MISSING: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class MetricSet:
-    """Keys of NAMES that answer one question, and ncu's sections for its window."""
+    """Keys of NAMES that answer one question, beside those that every set has."""
 
     question: str
     keys: tuple[str, ...]
-    sections: tuple[str, ...]
 
 
 _LAUNCH = (
     "sms", "registers", "block_size", "grid_size", "waves", "shared_static", "shared_dynamic",
 )  # fmt: skip
-_BASE = (
-    "time_ns", "clock_hz", "instructions", "compute_sol_pct", "memory_sol_pct", "dram_pct",
-    "l2_pct", "l1_pct", "tensor_pct", "mufu_pct", "issue_pct", *_LAUNCH,
-)  # fmt: skip
-_FLOPS = (*TENSOR, *(f"{key}_peak" for key in TENSOR), "ffma_peak", "fadd", "fmul", "ffma")
 _DRAM = ("dram_bytes", "dram_read", "dram_write", "l2_bytes", "l2_hit_pct")
+_BASE = (
+    "time_ns", "clock_hz", "memory_clock_hz", "instructions", "tensor_pct", "mufu_pct", "issue_pct",
+    "dram_pct", *_DRAM, "dram_peak", *TENSOR, *_LAUNCH,
+)  # fmt: skip
 
 SETS: Mapping[str, MetricSet] = {
-    "sol": MetricSet("Is it bound by compute or by memory?", (), ("SpeedOfLight", "LaunchStats")),
+    "sol": MetricSet("Is it bound by compute or by memory?",
+        ("compute_sol_pct", "memory_sol_pct", "l2_pct", "l1_pct", "fma_pct", "alu_pct"),
+    ),
     "roofline": MetricSet(
         "How far is it from the roofs?",
-        (*_FLOPS, *_DRAM, "dram_peak", "memory_clock_hz", "l2_peak", "l2_clock_hz"),
-        ("SpeedOfLight_RooflineChart", "SpeedOfLight_HierarchicalTensorRooflineChart"),
+        ("l2_peak", "l2_clock_hz", "ffma_peak", "fadd", "fmul", "ffma"),
     ),
     "stalls": MetricSet(
         "What do its warps wait for?",
         ("eligible", "active", *(f"stall_{stall}" for stall in STALLS)),
-        ("WarpStateStats", "SchedulerStats"),
     ),
     "occupancy": MetricSet(
         "How many warps are resident, and what limits them?",
         ("occupancy_pct", "occupancy_limit_pct", *(f"limit_{name}" for name in LIMITERS)),
-        ("LaunchStats", "Occupancy"),
     ),
     "memory": MetricSet(
         "What moves, and how well?",
         (
-            *_DRAM, "l1_hit_pct", "tma_instructions", "tma_read", "local_loads", "local_stores",
+            "l2_pct", "l1_pct", "l1_hit_pct", "tma_instructions", "tma_read", "local_loads", "local_stores",
             "bank_conflicts", "bank_conflicts_load", "bank_conflicts_store",
-            "bank_conflicts_gmma", "shared_wavefronts", "load_sectors", "load_requests",
-            "store_sectors", "store_requests", "load_bytes_per_sector", "store_bytes_per_sector",
+            "bank_conflicts_gmma", "shared_wavefronts", "load_sectors", "store_sectors",
+            "load_bytes_per_sector", "store_bytes_per_sector",
         ),
-        ("MemoryWorkloadAnalysis", "MemoryWorkloadAnalysis_Tables"),
     ),
     "tensor": MetricSet(
         "How busy are the tensor cores, and with what?",
-        (*TENSOR, "wgmma", "hmma", "fma_pct", "alu_pct"),
-        ("ComputeWorkloadAnalysis", "InstructionStats"),
+        ("wgmma", "hmma", "fma_pct", "alu_pct"),
     ),
 }  # fmt: skip
 FULL = "full"  # every set, and ncu's own set of that name
-DEFAULT = tuple(SETS)
+# The others take more passes: instructions are counted by instrumented copies of the kernel.
+DEFAULT = ("sol", "stalls", "occupancy", "tensor")
 
 
 def chip_of(capability: tuple[int, int]) -> str | None:
@@ -203,5 +195,4 @@ def keys_of(sets: Sequence[str]) -> list[str]:
 def names_on(chip: str | None, keys: Sequence[str]) -> list[str]:
     """ncu's names of keys, without those that the chip does not have (None: only common ones)."""
     absent = {key for name in MISSING for key in MISSING[name] if chip in (name, None)}
-    absent |= {f"{key}_peak" for key in absent}
     return [NAMES[key] for key in keys if key not in absent]

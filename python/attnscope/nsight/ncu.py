@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from attnscope.nsight.evaluator import Evaluator
-from attnscope.nsight.metrics import DEFAULT, FULL, SETS, keys_of, names_on
+from attnscope.nsight.metrics import DEFAULT, FULL, keys_of, names_on
 from attnscope.nsight.ncu_reader import Kernel, read_csv, read_report
 from attnscope.nsight.tool import Failure, Session, Step, ToolError, check, locate, run
 
@@ -163,11 +163,7 @@ def profile_step(settings: Settings, ncu: str, folder: Path, chip: str | None) -
     argv = [ncu, "--target-processes", "all", "--nvtx", *_filters(settings)]
     argv += ["--cache-control", settings.cache, "--clock-control", settings.clock]
     argv += ["--replay-mode", settings.replay]
-    if FULL in settings.sets:
-        argv += ["--set", "full"]
-    else:
-        sections = dict.fromkeys(s for name in settings.sets for s in SETS[name].sections)
-        argv += [word for section in sections for word in ("--section", section)]
+    argv += ["--set", "full"] if FULL in settings.sets else []
     argv += ["--metrics", ",".join([*names_on(chip, keys), *settings.metrics])]
     argv += ["-f", "-o", str(folder / "report"), *settings.program()]
     report = folder / REPORT
@@ -196,6 +192,7 @@ def survey_step(settings: Settings, ncu: str, folder: Path) -> Step:
     log = folder / "survey.csv"
     argv = [ncu, "--target-processes", "all", "--nvtx", "--metrics", "launch__grid_size"]
     argv += ["--launch-count", str(SURVEY_LAUNCHES), "--csv", "--page", "raw"]
+    argv += ["--print-kernel-base", "mangled"]
     argv += ["--log-file", str(log), *settings.program()]
     return Step("survey", argv, writes=log, timeout_s=settings.timeout_s)
 
@@ -203,7 +200,8 @@ def survey_step(settings: Settings, ncu: str, folder: Path) -> Step:
 def import_step(ncu: str, report: Path) -> Step:
     """The command that prints a report as CSV."""
     argv = [ncu, "--import", str(report), "--csv", "--page", "raw"]
-    return Step("import", [*argv, "--print-units", "base", "--print-fp"])
+    argv += ["--print-units", "base", "--print-fp", "--print-kernel-base", "mangled"]
+    return Step("import", argv)
 
 
 def record(settings: Settings, folder: Path, chip: str | None) -> list[Kernel]:

@@ -142,7 +142,10 @@ def _stalls(kernels: Sequence[Kernel]) -> Section:
         for kernel in kernels
         for one in stalls(kernel)[:MOST_STALLS]
     ]
-    text = "Warps that wait per issued instruction, and their share of all that wait."
+    text = (
+        "Warps that wait per issued instruction, and their share of all that wait. Producer warps "
+        "count too: those of a warp-specialised kernel wait most of the time."
+    )
     return Section("Warp stalls", text, rows)
 
 

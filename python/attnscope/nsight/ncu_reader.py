@@ -7,6 +7,7 @@ Columns are read by name, in any order; unknown ones are kept as metrics. Values
 from __future__ import annotations
 
 import csv
+import ctypes
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ _FACTS = (
     "ID", "Process ID", "Process Name", "Host Name", "Kernel Name", "Context", "Stream",
     "Block Size", "Grid Size", "Device", "CC", "Section Name",
 )  # fmt: skip
+_DEVICE = "device__attribute_display_name"  # "Device" is its number
 _RANGE = re.compile(r"Push/Pop_Range|Start/(?:Stop|End)_Range")
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 _TIMES = {"n": 1.0, "u": 1e3, "m": 1e6, "": 1e9}  # to ns
@@ -37,7 +39,7 @@ class Kernel:
         number: its place in the report, from 0.
         symbol: the demangled name.
         grid, block: their sizes, such as "(132, 1, 1)".
-        ranges: the NVTX ranges around the launch, the outermost first, as `name@domain`.
+        ranges: the NVTX ranges around the launch, in no order, as `name@domain`.
         values: metrics by ncu's names, in base units; those that are not finite are missing.
         not_finite: names of metrics whose value was not finite.
     """
@@ -60,8 +62,8 @@ class Kernel:
     @property
     def function(self) -> str:
         """The function without namespaces, templates and arguments: ncu's base "function"."""
-        head = self.symbol.partition("(")[0] if "(anonymous" not in self.symbol else self.symbol
-        return re.sub(r"<.*", "", head).split("::")[-1].split(" ")[-1].strip()
+        plain = re.sub(r"\(anonymous namespace\)|<unnamed>", "unnamed", self.symbol)
+        return re.split(r"[<(]", plain)[0].split("::")[-1].split(" ")[-1].strip()
 
     def get(self, key: str) -> float | None:
         """The value of a key of `metrics.NAMES`; None where the report does not have it."""
@@ -122,7 +124,7 @@ def _kernel(number: int, header: Sequence[str], units: Sequence[str], row: Seque
     values: dict[str, float] = {}
     bad: list[str] = []
     for name, unit, text in zip(header, units, row, strict=True):
-        if name in _FACTS or _RANGE.search(name):
+        if name in _FACTS or name == _DEVICE or _RANGE.search(name):
             continue
         value = to_number(text)
         if value is not None:
@@ -131,10 +133,10 @@ def _kernel(number: int, header: Sequence[str], units: Sequence[str], row: Seque
             bad.append(name)
     return Kernel(
         number=number,
-        symbol=cells["Kernel Name"],
+        symbol=demangle(cells["Kernel Name"]),
         grid=cells.get("Grid Size", ""),
         block=cells.get("Block Size", ""),
-        device=cells.get("Device", ""),
+        device=cells.get(_DEVICE, ""),
         capability=_capability(cells.get("CC", "")),
         ranges=tuple(_ranges(header, row)),
         values=values,
@@ -183,11 +185,28 @@ def _ranges(header: Sequence[str], row: Sequence[str]) -> Iterator[str]:
 
 def _range(text: str) -> Iterator[str]:
     """`name@domain` of a range, or the name alone in the default domain."""
-    # Names may contain "::"; the fields after the name are single words.
-    match = re.match(r"\s*(<default domain>|[^:]*):(.*?)(?::[^:]*){6}\s*$", text, re.DOTALL)
-    if match and match[2]:
+    # domain:name:payload type:payload:colour type:colour:message type:name. Names may contain ":".
+    if match := re.fullmatch(r"(<[^>]*>|[^:]*):(.+?)(?::[^:]*){5}:\2", text.strip(), re.DOTALL):
         domain = "" if match[1].startswith("<") else f"@{match[1]}"
         yield f"{match[2]}{domain}"
+
+
+def demangle(symbol: str) -> str:
+    """A C++ symbol as its declaration; any other name unchanged. ncu's own omits namespaces."""
+    if not symbol.startswith("_Z"):
+        return symbol
+    try:
+        library = ctypes.CDLL("libstdc++.so.6")
+    except OSError:
+        return symbol
+    library.__cxa_demangle.restype = ctypes.c_void_p
+    status = ctypes.c_int()
+    found = library.__cxa_demangle(symbol.encode(), None, None, ctypes.byref(status))
+    if not found:
+        return symbol
+    text = ctypes.string_at(found).decode(errors="replace")
+    ctypes.CDLL(None).free(ctypes.c_void_p(found))
+    return text
 
 
 def read_report(path: Path) -> list[Kernel]:
@@ -221,12 +240,10 @@ def _from_action(number: int, action: Any) -> Kernel:
             bad.append(name)
     return Kernel(
         number=number,
-        symbol=action.name(action.NameBase_DEMANGLED),
+        symbol=demangle(action.name(action.NameBase_MANGLED)),
         grid=_size(values, "launch__grid_dim"),
         block=_size(values, "launch__block_dim"),
-        device=str(action["device__attribute_display_name"].value())
-        if "device__attribute_display_name" in action.metric_names()
-        else "",
+        device=str(action[_DEVICE].value()) if _DEVICE in action.metric_names() else "",
         capability=_attribute(values),
         ranges=tuple(_action_ranges(action)),
         values=values,

@@ -109,15 +109,16 @@ def _product(kernel: Kernel, *keys: str) -> float | None:
 
 
 def _compute_peak(kernel: Kernel, tensor_key: str | None) -> float | None:
-    """FLOP/s at the measured clock, from counters, or the datasheet in an older report."""
+    """Dense FLOP/s at the measured clock; in tensor cores where a counter of them is given.
+
+    By the datasheet of the card: the counter's own peak is the rate of sparse products.
+    """
     clock = kernel.get("clock_hz")
     if clock is None:
         return None
     if tensor_key is None:
         peak = kernel.get("ffma_peak")
         return None if peak is None else 2 * peak * clock
-    if peak := kernel.get(f"{tensor_key}_peak"):
-        return peak * clock
     card, _ = find_device(kernel.device)
     at_clock = card.peak_at(DTYPES[tensor_key], clock * 1e-6) if card else None
     return None if at_clock is None else at_clock * 1e12

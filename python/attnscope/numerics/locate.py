@@ -1,7 +1,7 @@
 """Where a result first goes wrong, and why: NaN and Inf, softmax overflow, loss of precision.
 
 Dense tensors in the op's layouts: q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv], out
-[B, Sq, Hq, Dv], lse [B, Hq, Sq], gradients like their tensors. One row of a head is computed again in
+[B, Sq, Hq, Dv], lse [B, Hq, Sq], gradients like their tensors. A row of a head is computed again in
 fp64, in fp32, and with every step rounded to the dtype; the causes follow from these.
 """
 
