@@ -110,7 +110,7 @@ def limit(kernel: Kernel) -> Limit:
     key, value = max(busy.items(), key=lambda item: item[1])
     if key in MEMORY and busy.get("dram_pct", 0.0) >= DRAM_FIRST * value:
         key, value = "dram_pct", busy["dram_pct"]  # L2 and L1 carry the same bytes
-    least = SATURATED_MEMORY if key in MEMORY else SATURATED
+    least = SATURATED_MEMORY if key in ("dram_pct", "l2_pct") else SATURATED
     if (short := _small_grid(kernel)) and value < least:
         return Limit(
             "launch", f"too few blocks: {short}; the busiest unit is {_busy(key, value)}",
@@ -144,9 +144,10 @@ def limit(kernel: Kernel) -> Limit:
 def _saturated(kernel: Kernel, key: str, value: float) -> Limit:
     if key in MEMORY:
         moved, time = kernel.get("dram_bytes"), kernel.get("time_ns")
-        rate = f", {moved / time:,.0f} GB/s of DRAM traffic" if moved and time else ""
+        below_l1 = key != "l1_pct"
+        rate = f", {moved / time:,.0f} GB/s of DRAM traffic" if moved and time and below_l1 else ""
         hit = kernel.get("l2_hit_pct")
-        hits = f", L2 hit rate {hit:.0f} %" if hit is not None else ""
+        hits = f", L2 hit rate {hit:.0f} %" if hit is not None and below_l1 else ""
         advice = "move fewer bytes: fuse, narrower dtypes, keys and values shared by a head group"
         if key == "l2_pct":
             advice = "read less from L2: larger tiles, TMA multicast in a cluster"

@@ -156,8 +156,8 @@ SETS: Mapping[str, MetricSet] = {
     "memory": MetricSet(
         "What moves, and how well?",
         (
-            "l2_pct", "l1_pct", "l1_hit_pct", "tma_instructions", "tma_read", "local_loads", "local_stores",
-            "bank_conflicts", "bank_conflicts_load", "bank_conflicts_store",
+            "l2_pct", "l1_pct", "l1_hit_pct", "tma_instructions", "tma_read", "local_loads",
+            "local_stores", "bank_conflicts", "bank_conflicts_load", "bank_conflicts_store",
             "bank_conflicts_gmma", "shared_wavefronts", "load_sectors", "store_sectors",
             "load_bytes_per_sector", "store_bytes_per_sector",
         ),
