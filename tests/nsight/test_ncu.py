@@ -21,7 +21,8 @@ SUPPORT = Path(__file__).parents[1] / "support"
 PAGE = SUPPORT / "ncu/attention.csv"
 # A part of the page, for tests that need no figure.
 COLUMNS = (
-    "ID", "Kernel Name", "thread Domain:Push/Pop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg",
+    "ID", "Kernel Name",
+    "thread Domain:Push/Pop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg",
     "gpu__time_duration.sum", "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
 )  # fmt: skip
 
