@@ -1,6 +1,6 @@
-"""Time one attention call by CUDA events, a CUDA graph, PyTorch's profiler and nsys, in one table:
+"""Time one attention call by CUDA events, a CUDA graph, PyTorch's profiler, nsys and ncu:
 
-python profiling/reconcile_tools.py --impl cuda --seq-len 4096 --backward
+python profiling/reconcile_tools.py --impl cuda --workload b4-s4096-h16-d128-causal --backward
 """
 
 import typer

@@ -18,6 +18,7 @@ from attnscope.nsight.scheduling import (
     gap_rows,
     stream_rows,
 )
+from attnscope.nsight.selection import choose
 
 K = "void f<float>(float*)"
 
@@ -239,3 +240,14 @@ def test_reading_takes_time_in_proportion_to_the_file(tmp_path):
     assert np.all(of.recording.work["pid"] == GLOBAL_PID)
     # 200 MB in 5 s, and as much again for a slow machine.
     assert seconds < 10 * path.stat().st_size / 200e6 + 0.5
+
+
+def test_a_folder_of_a_session_selects_the_kernels_that_ncu_profiles(tmp_path):
+    made = MadeReport()
+    made.range("r", 0, 100, "attnscope")
+    for name, length in (("void ns::a<int>()", 5), ("void b(int)", 9)):
+        made.kernel(name, 10, 20, 20 + length)
+    made.save(tmp_path / "report.sqlite")
+    assert [one.function for one in choose(tmp_path, 2, "r@attnscope")] == ["b", "a"]
+    with pytest.raises(ValueError, match="got 'other'"):
+        choose(tmp_path, 1, "other")

@@ -1,5 +1,6 @@
 """Sqlite exports in the form of nsys 2025.3, made of a few events, or large."""
 
+import re
 import sqlite3
 from pathlib import Path
 
@@ -95,7 +96,7 @@ class MadeReport:
     def kernel(self, name, launched, start, end, thread=TID, call="cudaLaunchKernel_v7000", **more):
         keys = {
             "demangledName": self.string(name),
-            "shortName": self.string(name.partition("<")[0].split("::")[-1]),
+            "shortName": self.string(re.split(r"[<(]", name)[0].split("::")[-1].split(" ")[-1]),
         }
         stream = {"streamId": more.pop("stream", 7), "deviceId": more.pop("device", 0)}
         table = "CUPTI_ACTIVITY_KIND_KERNEL"

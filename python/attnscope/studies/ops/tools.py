@@ -1,7 +1,7 @@
 """The command of profiling/reconcile_tools.py: one attention call timed by every tool.
 
-CUDA events, a CUDA graph and PyTorch's profiler time the call in this process; nsys times the same
-call in a process of its own, in the range that `studies.attention` puts around it.
+CUDA events, a CUDA graph and PyTorch's profiler time the call in this process. nsys and ncu time
+the same call in other processes, in the range that `studies.attention` puts around it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import typer
 
 from attnscope.common.console import say
 from attnscope.common.options import bad_input, make_folder, pick_device
+from attnscope.nsight import ncu, nsys
 from attnscope.nsight.analysis import Analysis
-from attnscope.nsight.nsys import NsysSettings, record
+from attnscope.nsight.ncu import Settings as NcuSettings
+from attnscope.nsight.nsys import NsysSettings
 from attnscope.nsight.output import TERMINAL, AsJson, Form, form_of, show
 from attnscope.nsight.recording import Recording
 from attnscope.nsight.tool import ToolError
@@ -28,10 +30,8 @@ from attnscope.studies.ops.reconcile import Measurement, compare, measure
 
 COMMAND = "reconcile_tools"
 NSYS_TOLERANCE = 0.005  # the same activity records as PyTorch's profiler, in another process
-NAME = "nsys"
-TARGET = (
-    "import typer; from attnscope.studies.attention import attention_command as c; typer.run(c)"
-)
+NCU_TOLERANCE = 0.05  # each kernel runs alone, several times
+NCU_CALLS = 5
 
 
 def nsys_measurement(recording: Recording, range_: str, calls: int) -> Measurement:
@@ -47,68 +47,76 @@ def nsys_measurement(recording: Recording, range_: str, calls: int) -> Measureme
         )
     sums = of.duration.reshape(calls, -1).sum(1)
     beyond = f"nothing: the sum of {pieces // calls} kernels and copies, in another process"
-    return Measurement(NAME, (sums / 1e3).tolist(), beyond, tolerance=NSYS_TOLERANCE)
+    return Measurement("nsys", (sums / 1e3).tolist(), beyond, tolerance=NSYS_TOLERANCE)
 
 
-def record_nsys(arguments: Sequence[str], range_: str, calls: int, folder: Path) -> Measurement:
+def record_nsys(program: Sequence[str], range_: str, calls: int, folder: Path) -> Measurement:
     """Run a pass under nsys, and read its times; a failure is a measurement with the reason."""
-    command = [sys.executable, "-c", TARGET, *arguments]
+    command = [*program, "--iterations", str(calls)]
     settings = NsysSettings(command=command, range=range_, probe=False)
     try:
-        return nsys_measurement(record(settings, folder).recording, range_, calls)
+        return nsys_measurement(nsys.record(settings, folder).recording, range_, calls)
     except (ToolError, ValueError) as error:
-        return Measurement(NAME, reason=str(error).splitlines()[0])
+        return Measurement("nsys", reason=str(error).splitlines()[0])
+
+
+def record_ncu(program: Sequence[str], range_: str, calls: int, folder: Path) -> Measurement:
+    """Run a pass under ncu, with caches and clocks unchanged, and read its times."""
+    command = [*program, "--iterations", str(calls)]
+    settings = NcuSettings(
+        command=command, sets=["sol"], ranges=[range_], cache="none", clock="none"
+    )
+    try:
+        kernels = ncu.record(settings, folder, None)
+        times = [one.get("time_ns") for one in kernels]
+        if len(times) % calls or None in times:
+            raise ValueError(f"{range_} must have the same kernels in each of {calls} calls")
+        sums = np.array(times, float).reshape(calls, -1).sum(1)
+    except (ToolError, ValueError) as error:
+        return Measurement("ncu", reason=str(error).splitlines()[0])
+    beyond = f"nothing: the sum of {len(times) // calls} kernels, each alone and replayed"
+    return Measurement("ncu", (sums / 1e3).tolist(), beyond, tolerance=NCU_TOLERANCE)
 
 
 def reconcile_command(
-    seq_len: Annotated[int, typer.Option(min=1, help="Length of queries and keys.")] = 4096,
+    workload: Annotated[
+        str, typer.Option(help="The call, such as b2-s8192-h16-d128-causal.")
+    ] = "b4-s4096-h16-d128-causal",
     impl: Annotated[str, typer.Option(help="One impl or alias.")] = "cuda",
-    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 4,
-    heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 16,
-    head_dim: Annotated[int, typer.Option(min=1, help="Head dim.")] = 128,
-    causal: Annotated[bool, typer.Option(help="Causal mask.")] = True,
     backward: Annotated[bool, typer.Option("--backward", help="Time the backward too.")] = False,
     samples: Annotated[int, typer.Option(min=2, help="Calls that each tool times.")] = 30,
-    output: Annotated[Path, typer.Option(help="New folder for the table and nsys' report.")] = Path(
+    output: Annotated[Path, typer.Option(help="Folder for the table and the reports.")] = Path(
         "reconcile_output"
     ),
     form: Form = TERMINAL,
     as_json: AsJson = False,
 ) -> None:
-    """Time one call by CUDA events, a CUDA graph, PyTorch's profiler and nsys, in one table.
+    """Time one call by CUDA events, a CUDA graph, PyTorch's profiler, nsys and ncu, in one table.
 
     Exit codes: 1 a tool differs by more than it may, 2 bad input or no GPU.
     """
     from attnscope.bench.impls import resolve
-    from attnscope.bench.workloads import Workload
+    from attnscope.bench.workload_text import parse_workload
 
     with bad_input(COMMAND):
         chosen = form_of(form, as_json)
         where = pick_device("cuda")
         (one,) = resolve([impl])
-        sizes = {"seqlen": seq_len, "batch": batch, "heads_q": heads, "head_dim": head_dim}
-        work = Workload.of(**sizes, dtype="bfloat16", causal=causal)
-        passes = prepare(one, work, 0, where, backward)
+        work = parse_workload(workload)
+        kinds = (FORWARD, BACKWARD) if backward else (FORWARD,)
+        passes = prepare(one, work, 0, where, kinds)
         make_folder(output)
-    arguments = ["--impl", one.name, "--iterations", str(samples), "--no-profile"]
-    arguments += ["--seq-len", str(seq_len), "--batch", str(batch), "--heads", str(heads)]
-    arguments += ["--head-dim", str(head_dim), "--causal" if causal else "--no-causal"]
-    arguments += ["--backward"] * backward
+    program = [sys.executable, "-m", "attnscope.studies.attention", "--impl", one.name]
+    program += ["--workload", workload, "--mode", "both" if backward else FORWARD, "--no-profile"]
     sections, agree = [], True
     for each in passes:
-        kind = FORWARD if each.kind == FORWARD else BACKWARD
-        found = list(measure(each.call, samples=samples))
-        folder = output / f"nsys-{kind}"
+        found, range_ = list(measure(each.call, samples=samples)), f"{each.range}@{DOMAIN}"
         with bad_input(COMMAND):
-            found.append(record_nsys(arguments, f"{each.range}@{DOMAIN}", samples, folder))
+            found.append(record_nsys(program, range_, samples, output / f"nsys-{each.kind}"))
+            found.append(record_ncu(program, range_, NCU_CALLS, output / f"ncu-{each.kind}"))
         table = compare(found)
-        agree &= bool(np.all([value is not False for value in table["agrees"]]))
-        rows = [
-            {key: value for key, value in row.items() if key != "difference"}
-            | {"of the reference": row["difference"]}
-            for row in rows_of(table)
-        ]
-        sections.append(Section(each.range, "Median of each tool, in microseconds.", rows))
+        agree &= False not in table["agrees"].tolist()
+        sections.append(Section(each.range, "Medians of calls, in microseconds.", rows_of(table)))
     lead = [
         f"{one.name}, {work.id}: {'every tool agrees' if agree else 'a tool differs'} within what "
         "it measures besides the kernels",
