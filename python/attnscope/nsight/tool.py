@@ -293,7 +293,7 @@ def run(step: Step, stem: Path) -> Done:
         _interrupt(process)
         raise
     for reader in readers:
-        reader.join(2.0)
+        reader.join(10.0)
     seconds = time.monotonic() - start
     return Done(step, process.returncode, "".join(lines[0]), "".join(lines[1]), seconds, late)
 
