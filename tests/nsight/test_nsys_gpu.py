@@ -20,7 +20,7 @@ pytestmark = [
 
 @pytest.mark.slow
 def test_the_gated_report_has_the_gated_kernels_and_no_others(tmp_path):
-    command = [sys.executable, str(PROGRAM)]
+    command = [sys.executable, str(PROGRAM), "--rest", "200"]
     whole = record(NsysSettings(command=command), tmp_path / "whole")
     gated = record(NsysSettings(command=command, range=RANGE), tmp_path / "gated")
     assert (whole.exit_code, gated.exit_code) == (0, 0)

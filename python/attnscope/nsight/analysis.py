@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from attnscope.nsight.ncu_reader import demangle
 from attnscope.nsight.nesting import NONE, busy_by, factorize, group_by, sums
 from attnscope.nsight.projection import Projection, Stage, parse_range
 from attnscope.nsight.recording import (
@@ -115,7 +116,7 @@ class Analysis:
     def names(self) -> dict[int, str]:
         """The symbol of each kernel name."""
         keys = np.unique(self.work["name"][self.is_kernel]).tolist()
-        return {key: self.recording.name(key) for key in keys}
+        return {key: demangle(self.recording.name(key)) for key in keys}
 
     @cached_property
     def categories(self) -> Array:

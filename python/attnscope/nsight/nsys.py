@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from attnscope.common.console import say
+from attnscope.nsight.captures import merge
 from attnscope.nsight.projection import no_such_range, parse_range
-from attnscope.nsight.recording import KERNEL, Recording, merge, read_recording
+from attnscope.nsight.recording import KERNEL, Recording, read_recording
 from attnscope.nsight.stats_csv import read_summary, reports_of
 from attnscope.nsight.tool import (
     Done,
