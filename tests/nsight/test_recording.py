@@ -22,6 +22,7 @@ from attnscope.nsight.scheduling import (
     allocation_rows,
     device_rows,
     gap_rows,
+    memory_rows,
     stream_rows,
 )
 from attnscope.nsight.selection import choose
@@ -285,6 +286,10 @@ def test_a_real_report_has_the_kernels_and_the_times_of_nsys_stats(recorded):
     assert recorded["whole"].messages == []  # compilers that Triton started have some
     assert recorded["gated"].messages == []
     assert recorded["whole"].gpus == {0: "NVIDIA H200"}
+    device, pinned = memory_rows(of)
+    assert (device["memory"], device["allocations"], device["releases"]) == ("device", 28, 7)
+    assert device["peak MiB"] == pytest.approx((677_677_056 - 52_428_800) / 2**20)
+    assert (pinned["memory"], pinned["peak MiB"]) == ("pinned", pytest.approx(1.0, rel=1e-5))
 
 
 def test_a_real_report_is_projected_as_nsys_projects_it(recorded):

@@ -12,7 +12,7 @@ from pathlib import Path
 KEPT = (
     "StringIds", "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_MEMCPY",
     "CUPTI_ACTIVITY_KIND_MEMSET", "CUPTI_ACTIVITY_KIND_RUNTIME", "NVTX_EVENTS", "DIAGNOSTIC_EVENT",
-    "TARGET_INFO_GPU", "META_DATA_EXPORT",
+    "TARGET_INFO_GPU", "META_DATA_EXPORT", "CUDA_GPU_MEMORY_USAGE_EVENTS",
 )  # fmt: skip
 STRINGS = {
     "CUPTI_ACTIVITY_KIND_KERNEL": ("demangledName", "shortName", "mangledName"),
@@ -33,6 +33,8 @@ def trim(source: Path, target: Path) -> None:
         used = [f"SELECT {one} FROM {table}" for table, ones in STRINGS.items() for one in ones]
         wanted = " UNION ".join(f"{query} WHERE {query.split()[1]} NOT NULL" for query in used)
         db.execute(f"DELETE FROM StringIds WHERE id NOT IN ({wanted})")
+        if ("CUDA_GPU_MEMORY_USAGE_EVENTS",) in tables:
+            db.execute("DELETE FROM CUDA_GPU_MEMORY_USAGE_EVENTS WHERE memKind = 5")  # 810 rows
         db.execute("UPDATE TARGET_INFO_GPU SET uuid = '', busLocation = ''")
         db.execute("DELETE FROM DIAGNOSTIC_EVENT WHERE text LIKE '%/tmp/%'")
         db.commit()

@@ -20,7 +20,7 @@ from attnscope.nsight.recording import (
     COPY,
     COPY_KINDS,
     KERNEL,
-    PAGEABLE,
+    MEMORY_KINDS,
     Array,
     Recording,
     RecordingError,
@@ -285,8 +285,8 @@ class Analysis:
         number = int(self.work["copy_kind"][at])
         side = {1: "src_kind", 2: "dst_kind"}.get(number)
         memory = ""
-        if side and self.work[side][at] >= 0:
-            memory = "pageable" if self.work[side][at] == PAGEABLE else "pinned"
+        if side and 0 <= self.work[side][at] < len(MEMORY_KINDS):
+            memory = MEMORY_KINDS[int(self.work[side][at])]
         return COPY_KINDS.get(number, f"kind {number}"), memory
 
 

@@ -38,7 +38,8 @@ def _append(one: Recording, two: Recording) -> Recording:
     def shifted(mine: Columns, theirs: Columns) -> Columns:
         later = dict(theirs)
         for key in ("start", "end"):
-            later[key] = theirs[key] + shift
+            if key in theirs:
+                later[key] = theirs[key] + shift
         return {key: np.concatenate([mine[key], later[key]]) for key in mine}
 
     def renamed(columns: Columns, keys: Sequence[str]) -> Columns:
@@ -58,6 +59,7 @@ def _append(one: Recording, two: Recording) -> Recording:
         work=shifted(one.work, renamed(two.work, ("name", "short"))),
         calls=shifted(one.calls, renamed(two.calls, ("name",))),
         ranges=shifted(one.ranges, ranges),
+        memory=shifted(one.memory, two.memory),
         texts=texts,
         registered=np.concatenate([one.registered, two.registered]),
         gpus=one.gpus | two.gpus,

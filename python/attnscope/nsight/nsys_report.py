@@ -16,6 +16,7 @@ from attnscope.nsight.scheduling import (
     device_rows,
     gap_rows,
     in_measured_ranges,
+    memory_rows,
     stream_rows,
 )
 from attnscope.profile.analysis.kernel_names import CATEGORIES
@@ -232,6 +233,8 @@ def _sections(analysis: Analysis, top: int) -> list[Section]:
             top,
         ),
     ]
+    text = "Since the recording began; torch's allocator keeps what it has once taken."
+    sections.append(_section("Memory", text, memory_rows(analysis), top))
     streams, devices = stream_rows(analysis), device_rows(analysis)
     if len(streams) > 1:
         text = "overlapped: another stream of the GPU had a kernel at the same time."
@@ -253,6 +256,7 @@ def as_tables(analysis: Analysis) -> dict[str, list[Row]]:
         "stages": analysis.stage_rows(), "kernels": analysis.kernel_rows(),
         "categories": analysis.category_rows(), "gaps": gap_rows(analysis),
         "copies": analysis.copy_rows(), "allocations": allocation_rows(analysis),
-        "streams": stream_rows(analysis), "devices": device_rows(analysis),
+        "memory": memory_rows(analysis), "streams": stream_rows(analysis),
+        "devices": device_rows(analysis),
     }  # fmt: skip
     return tables

@@ -30,7 +30,10 @@ UNKNOWN = -(1 << 62)  # a number that the report does not have; times may be bel
 PROCESS = 1 << 24  # globalTid = globalPid + thread; globalPid is a multiple of this
 COPY_KINDS = {1: "host to device", 2: "device to host", 8: "device to device", 10: "peer to peer"}
 WARNING = 2  # severity of a message
-PAGEABLE = 0  # memory kind of a copy's host side
+MEMORY_KINDS = (
+    "pageable", "pinned", "device", "array", "managed", "device static", "managed static",
+    "unknown",
+)  # fmt: skip
 
 # Calls that launch work, wait for the device, and allocate or free memory.
 _LAUNCH = re.compile(r"Launch|Memcpy|Memset|^cuMem(cpy|set)")
@@ -57,6 +60,8 @@ class Recording:
             UNKNOWN.
         calls: launches, synchronisations and allocations, by start: `start end tid correlation
             name`.
+        memory: allocations and releases of memory, where they were recorded, by start: `start
+            device bytes kind` (of MEMORY_KINDS) `released` (1 or 0).
         ranges: NVTX ranges: `start end tid name domain kind` (PUSH_POP or START_END).
         texts: names of ranges and domains; `name` and `domain` of `ranges` index it.
         registered: whether the name of each range is a registered string.
@@ -72,6 +77,7 @@ class Recording:
     work: Columns
     calls: Columns
     ranges: Columns
+    memory: Columns
     texts: list[str]
     registered: Array
     gpus: dict[int, str] = field(default_factory=dict)
@@ -173,6 +179,7 @@ class _Reader:
         return {
             "strings": strings, "ranges": ranges, "texts": texts, "registered": registered,
             "open_ranges": open_ranges, "gpus": self._gpus(), "messages": self._messages(),
+            "memory": self._memory(),
         }  # fmt: skip
 
     def columns(
@@ -319,6 +326,13 @@ class _Reader:
         query = "SELECT domainId, textId, text FROM NVTX_EVENTS WHERE eventType = ?"
         rows = self.db.execute(query, (DOMAIN_NAME,))
         return {key: strings.get(text_id) or text or "" for key, text_id, text in rows if key}
+
+    def _memory(self) -> Columns:
+        names = ("start", "deviceId", "bytes", "memKind", "memoryOperationType")
+        found = self.columns("CUDA_GPU_MEMORY_USAGE_EVENTS", names)
+        order = np.argsort(found["start"], kind="stable")
+        renamed = zip(("start", "device", "bytes", "kind", "released"), names, strict=True)
+        return {new: found[old][order] for new, old in renamed}
 
     def _gpus(self) -> dict[int, str]:
         if "TARGET_INFO_GPU" not in self.tables:
