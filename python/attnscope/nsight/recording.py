@@ -145,8 +145,11 @@ def read_recording(path: Path) -> Recording:
         with ThreadPoolExecutor(2) as pool:
             work = pool.submit(_with_reader, path, _Reader.work)
             calls = pool.submit(_with_reader, path, _Reader.calls)
-            found = _with_reader(path, _Reader.rest)
-            return Recording(path, work=work.result(), **calls.result(), **found)
+            rest = _with_reader(path, _Reader.rest)
+            found = Recording(path, work=work.result(), **calls.result(), **rest)
+        users = set(np.unique(found.calls["tid"] // PROCESS).tolist())
+        found.messages = _with_reader(path, lambda reader: reader.messages(users))
+        return found
     except sqlite3.DatabaseError as error:
         raise RecordingError(f"report must be an undamaged file, got {path}: {error}") from None
 
@@ -178,8 +181,7 @@ class _Reader:
         ranges, texts, registered, open_ranges = self._ranges(strings)
         return {
             "strings": strings, "ranges": ranges, "texts": texts, "registered": registered,
-            "open_ranges": open_ranges, "gpus": self._gpus(), "messages": self._messages(),
-            "memory": self._memory(),
+            "open_ranges": open_ranges, "gpus": self._gpus(), "memory": self._memory(),
         }  # fmt: skip
 
     def columns(
@@ -341,22 +343,18 @@ class _Reader:
         key = "cuDevice" if "cuDevice" in there else "id"
         return dict(self.db.execute(f"SELECT {key}, name FROM TARGET_INFO_GPU"))
 
-    def _messages(self) -> list[str]:
-        """Warnings and errors of nsys about its own recording."""
+    def messages(self, users: set[int]) -> list[str]:
+        """Warnings and errors of nsys about its own recording of the processes that use CUDA."""
         if "DIAGNOSTIC_EVENT" not in self.tables:
             return []
         query = "SELECT severity, text, globalPid FROM DIAGNOSTIC_EVENT ORDER BY rowid"
         rows = self.db.execute(query).fetchall()
         gated = any(text.startswith("Starting the profiling session using") for _, text, _ in rows)
-        users = set[int]()
-        if "CUPTI_ACTIVITY_KIND_RUNTIME" in self.tables:
-            query = f"SELECT DISTINCT globalTid / {PROCESS} FROM CUPTI_ACTIVITY_KIND_RUNTIME"
-            users = {process for (process,) in self.db.execute(query)}
         found = [
             text
             for severity, text, pid in rows
             if severity >= WARNING
             and not (gated and text.startswith("Not all "))  # what a gate is for
-            and (not users or (pid or 0) // PROCESS in users)  # compilers and other helpers
+            and (not users or (pid or 0) // PROCESS in users)  # no compilers and other helpers
         ]
         return list(dict.fromkeys(found))
