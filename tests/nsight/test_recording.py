@@ -15,6 +15,8 @@ from made_nsys import GLOBAL_PID, PID, TID, MadeReport, large_report
 from attnscope.nsight.analysis import Analysis, top_kernels
 from attnscope.nsight.captures import merge
 from attnscope.nsight.nsys import matches
+from attnscope.nsight.nsys_report import findings, nsys_report
+from attnscope.nsight.output import short_markdown
 from attnscope.nsight.projection import Projection, parse_range
 from attnscope.nsight.recording import RecordingError, read_recording
 from attnscope.nsight.scheduling import (
@@ -322,3 +324,29 @@ def test_a_real_gated_report_has_the_kernels_of_its_range_alone(recorded):
     registered = recorded["whole"].registered[matches(recorded["whole"], "plain")]
     assert not registered.any()
     assert recorded["whole"].registered[matches(recorded["whole"], "measure@attnscope")].all()
+
+
+@pytest.mark.parametrize(
+    ("range_", "kinds"),
+    [
+        ("two-streams", ["launch gaps", "allocation in a range", "serialised streams"]),
+        ("copies", ["launch gaps"]),
+        ("graph", []),
+    ],
+)
+def test_what_stands_out_in_a_real_report(recorded, range_, kinds):
+    of = Analysis(recorded["whole"], f"{range_}@attnscope")
+    assert [one.kind for one in findings(of)] == kinds
+    assert [one.kind for one in findings(of, gpu=1)] == [*kinds, "another GPU"]
+    text = short_markdown(nsys_report(of))
+    assert len(text.splitlines()) <= 60 and text.startswith("# nsys timeline\n\n- the GPU worked ")
+
+
+def test_copies_from_pageable_memory_stand_out(tmp_path):
+    made = MadeReport()
+    made.range("load", 0, 400)
+    made.copy(1, 1 << 20, 10, 20, 120)
+    made.kernel(K, 20, 121, 300)
+    (found,) = findings(Analysis(read_recording(made.save(tmp_path / "r.sqlite"))))
+    assert found.kind == "copies" and found.advice.startswith("pin_memory")
+    assert "took 100 us (35.7 %), most in load; from pageable memory" in found.title

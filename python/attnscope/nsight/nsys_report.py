@@ -29,7 +29,7 @@ LEAST_COPIES = 0.05
 LEAST_ALLOCATION = 0.01
 LEAST_STREAM = 0.05  # of the busy time: a stream with less does not count as one of several
 LEAST_OVERLAP = 0.02
-LEAST_TURNS = 3  # fewer: one stream simply follows the other
+LEAST_TURNS = 2  # fewer: one stream simply follows the other
 STRAY_GPU = 0.05  # of a process' kernels: fewer on a second GPU look like a mistake
 
 
