@@ -96,7 +96,7 @@ class Analysis:
             if self.within is not None:
                 inside = [one for one in self.stages if one.device == device]
                 window = sum(one.span for one in inside if self.is_within(one.names[-1:]))
-            found[device] = (union(start, end), window)
+            found[device] = (union(start, end), max(window, 1))
         return found
 
     def is_within(self, names: Sequence[str]) -> bool:

@@ -143,7 +143,7 @@ def stream_rows(of: Analysis) -> list[Row]:
             rows.append(
                 {"GPU": device, "stream": stream, "kernels": int((~others).sum())}
                 | {"turns": int((turns == at).sum()), "busy ms": busy[at] / 1e6}
-                | {"overlapped ms": both / 1e6, "overlapped %": 100 * both / busy[at]}
+                | {"overlapped ms": both / 1e6, "overlapped %": 100 * both / max(busy[at], 1)}
             )
     return rows
 
