@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 from click.testing import Result
 from typer.testing import CliRunner
@@ -16,6 +17,7 @@ from attnscope.bench.workload_text import parse_workload
 from attnscope.common import tools
 from attnscope.nsight import ncu, selection
 from attnscope.nsight.ncu import Settings, to_expression
+from attnscope.nsight.ncu_command import analyze_command
 
 SUPPORT = Path(__file__).parents[1] / "support"
 PAGE = SUPPORT / "ncu/attention.csv"
@@ -239,6 +241,15 @@ def test_reports_are_read_and_compared(fake: Path, tmp_path: Path) -> None:
     assert found["tables"]["Times"]["rows"][0]["speed-up"] == pytest.approx(66.464 / 70)
     assert found["changes"][0]["metrics"][0]["change"] == "+5.3 %"
     assert command("--compare", page, "b.csv").exit_code == 2
+    app = typer.Typer()
+    app.command()(analyze_command)
+    done = CliRunner().invoke(app, [page, str(tmp_path / "b.csv"), "--format", "markdown"])
+    assert done.exit_code == 0 and "## Times" in done.stdout
+    assert (
+        "## What limits each kernel"
+        in CliRunner().invoke(app, [page, "--format", "markdown"]).stdout
+    )
+    assert CliRunner().invoke(app, [page] * 3).exit_code == 2
 
 
 def test_expressions_of_ranges() -> None:
@@ -295,8 +306,6 @@ def test_what_is_no_workload(text: str) -> None:
 def test_the_target_of_an_impl_runs_its_ranges_and_states_its_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import typer
-
     from attnscope.studies.attention import attention_command
 
     path = tmp_path / "models.json"
