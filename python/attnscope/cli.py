@@ -19,6 +19,7 @@ COMMANDS = {
     "plot": ("attnscope.bench.plots:plot_command", "Draw the figures of a result file."),
     "export": ("attnscope.bench.command:export_command", "Write a result file as CSV or parquet."),
     "profile": ("attnscope.profile.command:profile_command", "Show where GPU time went."),
+    "nsys": ("attnscope.nsight.command:nsys_command", "Record a program under nsys; analyse it."),
     "ncu": (
         "attnscope.nsight.ncu_command:ncu_command",
         "Show what limits kernels, by Nsight Compute.",
@@ -30,7 +31,7 @@ COMMANDS = {
     "env": ("attnscope.cli:env_command", "Show what is installed, what runs, what is missing."),
 }
 # Commands that pass arguments on to another program: their own options end at its name.
-PASSING = ("profile", "ncu")
+PASSING = ("profile", "nsys", "ncu")
 HELP = (
     "Attention kernels and their instruments. Exit codes: 0 fine, 1 a gate or check failed, 2 bad "
     "input or a missing part, 130 interrupted."

@@ -1,7 +1,7 @@
 """A short program with every kind of GPU work that the reader of nsys reports distinguishes.
 
 The recorded fixtures and the test on a GPU come from it:
-`nsys profile ... python tests/support/nsys_program.py [--profiler-api]`
+`nsys profile ... python tests/support/nsys_program.py [--profiler-api] [--triton]`
 """
 
 import sys
@@ -84,7 +84,10 @@ def main() -> None:
     (x @ x).sum().item()
     torch.cuda.nvtx.range_pop()
     around = nvtx.start_range("around", domain="attnscope")
-    attention(*(t.detach() for t in qkv), causal=True, impl="triton")
+    with torch.autograd.profiler.emit_nvtx():
+        train(qkv, weight)
+    if "--triton" in sys.argv:
+        attention(*(t.detach() for t in qkv), causal=True, impl="triton")
     torch.cuda.synchronize()
     nvtx.end_range(around)
     print("done")

@@ -63,9 +63,12 @@ def _inside(range_: str, path: str | None) -> bool:
 
 
 def _from_nsys(path: Path, count: int, range_: str | None) -> list[tuple[str, float, int]]:
-    from attnscope.nsight.recording import open_recording
+    from attnscope.nsight.analysis import top_kernels
+    from attnscope.nsight.nsys import import_report
 
-    rows = open_recording(path).top_kernels(count, range_)
+    reports = [path / f"report{suffix}" for suffix in (".sqlite", ".nsys-rep")]
+    report = next((one for one in reports if one.is_file()), path)
+    rows = top_kernels(import_report(report), count, range_)
     return [(row["short_name"], row["total_ns"] * 1e-3, row["count"]) for row in rows]
 
 

@@ -108,7 +108,7 @@ class Step:
         argv: the command; its first word is the program.
         env: variables added to this process' environment.
         writes: a file that must exist, and not be empty, after the command.
-        exit_codes: the codes that are fine.
+        exit_codes: the codes that are fine; None for any, where `writes` decides.
         echo: whether the output is copied to stderr while the command runs.
         timeout_s: seconds it may take; None for no limit.
     """
@@ -117,7 +117,7 @@ class Step:
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     writes: Path | None = None
-    exit_codes: tuple[int, ...] = (0,)
+    exit_codes: tuple[int, ...] | None = (0,)
     echo: bool = False
     timeout_s: float | None = None
 
@@ -130,13 +130,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Done:
-    """A finished step: exit code (negative: a signal), output and seconds."""
+    """A finished step: exit code (negative: a signal), output and seconds; whether it was late and
+    interrupted."""
 
     step: Step
     code: int
     stdout: str
     stderr: str
     seconds: float
+    late: bool = False
 
     @property
     def output(self) -> str:
@@ -256,7 +258,7 @@ def run(step: Step, stem: Path) -> Done:
     """Run a step with its output in `<stem>.out` and `<stem>.err`.
 
     An interrupt or a time-out interrupts the command, which has GRACE_S seconds to write its files.
-    Raises KeyboardInterrupt then, ToolError for a time-out, OSError if the program does not start.
+    Raises KeyboardInterrupt for the first, OSError if the program does not start.
     """
     start = time.monotonic()
     process = subprocess.Popen(
@@ -293,14 +295,7 @@ def run(step: Step, stem: Path) -> Done:
     for reader in readers:
         reader.join(2.0)
     seconds = time.monotonic() - start
-    if late:
-        raise ToolError(
-            "time-out",
-            f"{step.label} took longer than {step.timeout_s:g} s, and was interrupted",
-            "profile less of the program, or allow more by --timeout",
-            tail("".join(lines[1]) or "".join(lines[0])),
-        )
-    return Done(step, process.returncode, "".join(lines[0]), "".join(lines[1]), seconds)
+    return Done(step, process.returncode, "".join(lines[0]), "".join(lines[1]), seconds, late)
 
 
 def _copy(pipe: IO[str], path: Path, into: list[str], echo: bool) -> None:
@@ -327,22 +322,30 @@ def _interrupt(process: subprocess.Popen[str]) -> None:
 
 
 def check(done: Done, failures: Sequence[Failure] = ()) -> None:
-    """Raises ToolError if a step failed: by its exit code, or by the file that it did not write."""
+    """Raises ToolError if a step failed: it was late, by its exit code, or by the file that it did
+    not write."""
     step = done.step
+    if done.late:
+        raise ToolError(
+            "time-out",
+            f"{step.label} took longer than {step.timeout_s:g} s, and was interrupted",
+            "profile less of the program, or allow more by --timeout",
+            tail(done.stderr) or tail(done.stdout),
+        )
     missing = step.writes is not None and not (step.writes.is_file() and step.writes.stat().st_size)
-    if done.code in step.exit_codes and not missing:
+    bad_code = step.exit_codes is not None and done.code not in step.exit_codes
+    if not bad_code and not missing:
         return
     if known := find_failure(done.output, failures):
         failure, line = known
         raise ToolError(failure.name, failure.cause, failure.remedy, [line])
     lines = tail(done.stderr) or tail(done.stdout)
-    if done.code not in step.exit_codes:
+    if bad_code or done.code:
         how = f"exit code {done.code}" if done.code >= 0 else _signal(done.code)
         raise ToolError(f"{step.label} failed", f"{Path(step.argv[0]).name}: {how}", "", lines)
     assert step.writes is not None
-    raise ToolError(
-        "no report", f"{Path(step.argv[0]).name} ended well but wrote no {step.writes}", "", lines
-    )
+    cause = f"{Path(step.argv[0]).name} ended with exit code 0 but wrote no {step.writes.name}"
+    raise ToolError("no report", cause, "", lines)
 
 
 def find_failure(output: str, failures: Sequence[Failure] = ()) -> tuple[Failure, str] | None:

@@ -133,7 +133,7 @@ def attention_command(
         work = _call(workload, sizes, where.type)
         kinds = _kinds(mode, backward)
         with _failures():
-            passes = [one for each in impls for one in _prepare(each, work, seed, where, kinds)]
+            passes = [one for each in impls for one in prepare(each, work, seed, where, kinds)]
         if not passes:
             raise ValueError(f"impl must name at least one, got {impl!r}")
         tool = attached_tool()
@@ -228,7 +228,7 @@ def _write_models(passes: Sequence[Pass], work: Workload, calls: int) -> None:
     Path(path).write_text(json.dumps(models, indent=1) + "\n")
 
 
-def _prepare(
+def prepare(
     impl: Impl, work: Workload, seed: int, device: torch.device, kinds: Sequence[str]
 ) -> list[Pass]:
     """The passes of an impl that are in `kinds`. A missing backward is a message, beside a forward.
