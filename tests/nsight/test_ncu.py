@@ -10,6 +10,7 @@ import pytest
 import typer
 import yaml
 from click.testing import Result
+from made_nsys import MadeReport
 from typer.testing import CliRunner
 
 from attnscope import cli
@@ -282,6 +283,18 @@ def test_the_longest_kernels_of_a_profile_are_chosen(fake: Path, tmp_path: Path)
     assert r"regex:^(gemm|relu\.kernel)$" in (tmp_path / "calls").read_text()
     with pytest.raises(ValueError, match="got none in"):
         selection.choose(tmp_path, 1, "nowhere")
+
+
+def test_the_longest_kernels_of_an_nsys_folder_are_chosen(tmp_path: Path) -> None:
+    made = MadeReport()
+    made.range("inside", 0, 45)
+    for name, at, us in (("void a::gemm<1>()", 10, 40), ("void a::gemm<2>()", 20, 30),
+                         ("relu", 50, 60)):  # fmt: skip
+        made.kernel(name, at, 100 * at, 100 * at + us)
+    made.save(tmp_path / "report.sqlite")
+    found = selection.choose(tmp_path, 5)
+    assert [(one.function, one.total_us) for one in found] == [("gemm", 70.0), ("relu", 60.0)]
+    assert [one.function for one in selection.choose(tmp_path, 5, "inside")] == ["gemm"]
 
 
 @pytest.mark.parametrize(

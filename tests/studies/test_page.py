@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from made_nsys import MadeReport
 from made_trace import RECORDED
 from typer.testing import CliRunner
 
@@ -46,8 +47,15 @@ def command(*arguments: str) -> tuple[int, str]:
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page")
     Profile.read(RECORDED / "train.json.gz").to_json(folder / "profile.json")
-    path = folder / "page.html"
-    code, text = command(str(BENCH), str(folder), str(NCU), str(NCU), "--output", str(path))
+    path, nsys = folder / "page.html", folder / "nsys"
+    nsys.mkdir()
+    made = MadeReport()
+    made.range("forward", 0, 100)
+    made.kernel("void ns::gemm<float>(int)", 10, 20, 60)
+    made.kernel("relu", 30, 60, 70)
+    made.save(nsys / "report.sqlite")
+    results = map(str, (BENCH, folder, NCU, NCU, nsys))
+    code, text = command(*results, "--output", str(path))
     assert code == 0, text
     return path
 
@@ -64,7 +72,7 @@ def test_the_page_has_every_part_and_needs_no_other_file(page: Path) -> None:
     ):  # fmt: skip
         assert any(anchor.startswith(part) for anchor in found.anchors), part
     assert "Attributed to ops:" in text and "latency-bound: the busiest unit" in text
-    assert "NVIDIA H200" in text
+    assert "NVIDIA H200" in text and "report.sqlite" in text and "gemm" in text
 
 
 def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:

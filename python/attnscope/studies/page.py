@@ -21,7 +21,7 @@ _ENVIRONMENT = (
 )  # fmt: skip
 _FORMS = (
     "a result file of attnscope bench, a folder or profile.json of attnscope profile, or a folder "
-    "or report of attnscope ncu"
+    "or report of attnscope ncu or attnscope nsys"
 )
 
 Row = Mapping[str, Any]
@@ -65,10 +65,19 @@ def make_page(paths: Sequence[Path], title: str) -> Document:
 def _sections(path: Path, environments: dict[str, Row]) -> Iterator[Section]:
     """The sections of one result; its environment goes into `environments`."""
     if path.is_dir():
-        inside = ("profile.json", "kernels.csv", "report.ncu-rep")
+        inside = (
+            "profile.json",
+            "kernels.csv",
+            "report.ncu-rep",
+            "report.sqlite",
+            "report.nsys-rep",
+        )
         path = next((path / name for name in inside if (path / name).is_file()), path)
     if path.suffix in (".csv", ".ncu-rep"):
         yield from _of_ncu(path)
+        return
+    if path.suffix in (".sqlite", ".nsys-rep"):
+        yield from _of_nsys(path)
         return
     content = _read_json(path)
     if isinstance(content.get("env"), dict):
@@ -199,6 +208,21 @@ def _of_ncu(path: Path) -> Iterator[Section]:
     models = read_models(path.parent / ncu.MODELS)
     for section in document(kernels, f"Roofline of {path}", [], models).sections:
         section.text = f"{path}. {section.text}"
+        yield section
+
+
+def _of_nsys(path: Path) -> Iterator[Section]:
+    from attnscope.nsight.analysis import Analysis
+    from attnscope.nsight.nsys import import_report
+    from attnscope.nsight.nsys_report import nsys_report
+    from attnscope.nsight.tool import ToolError
+
+    try:
+        made = nsys_report(Analysis(import_report(path)), top=MOST_ROWS)
+    except ToolError as error:
+        raise ValueError(f"{path}: {error}") from None
+    for number, section in enumerate(made.sections):
+        section.text = " ".join([str(path), *(made.lead if number == 0 else ()), section.text])
         yield section
 
 
