@@ -124,6 +124,7 @@ def test_settings_of_a_run_can_be_passed_again(fake: Path, tmp_path: Path) -> No
         ("lock", "locked", "lock file /tmp/nsight-compute-lock", "set TMPDIR"),
         ("disk", "disk full", "No space left on device", "free space"),
         ("driver", "driver mismatch", "driver version is insufficient", "install the tool"),
+        ("section", "unknown section", "No metrics to collect", "ncu --list-sections"),
         ("silent", "no report", "Connected to process 17", ""),
         ("metric", "unknown metric", "Failed to find metric dram__byte.sum", "--query-metrics"),
     ],
