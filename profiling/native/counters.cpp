@@ -108,7 +108,8 @@ class Collector {
     return result;
   }
 
-  // Gives the counters back, so that another profiler can have them.
+  // Gives the counters back, so that another profiler can have them. Launches of this process are
+  // slower while CUPTI's hooks are in place.
   void close() noexcept {
     if (profiler_ != nullptr) {
       CUPTI_PARAMS(CUpti_RangeProfiler_Disable_Params, disable);
@@ -122,6 +123,11 @@ class Collector {
       cuptiProfilerHostDeinitialize(&deinitialize);
       host_ = nullptr;
     }
+    if (initialized_) {
+      CUPTI_PARAMS(CUpti_Profiler_DeInitialize_Params, deinitialize);
+      cuptiProfilerDeInitialize(&deinitialize);
+      initialized_ = false;
+    }
   }
 
  private:
@@ -129,6 +135,7 @@ class Collector {
   void create_host(CUcontext context, std::size_t device) {
     CUPTI_PARAMS(CUpti_Profiler_Initialize_Params, initialize);
     CUPTI_CHECK(cuptiProfilerInitialize, initialize);
+    initialized_ = true;
     CUPTI_PARAMS(CUpti_Device_GetChipName_Params, chip);
     chip.deviceIndex = device;
     CUPTI_CHECK(cuptiDeviceGetChipName, chip);
@@ -147,6 +154,12 @@ class Collector {
     CUPTI_CHECK(cuptiProfilerHostInitialize, host);
     host_ = host.pHostObject;
 
+    for (const char* name : names_) {  // adding an unknown metric fails without naming it
+      CUPTI_PARAMS(CUpti_Profiler_Host_GetMetricProperties_Params, properties);
+      properties.pHostObject = host_;
+      properties.pMetricName = name;
+      check(cuptiProfilerHostGetMetricProperties(&properties), name);
+    }
     CUPTI_PARAMS(CUpti_Profiler_Host_ConfigAddMetrics_Params, add);
     add.pHostObject = host_;
     add.ppMetricNames = names_.data();
@@ -214,6 +227,7 @@ class Collector {
   CUpti_Profiler_Host_Object* host_ = nullptr;
   CUpti_RangeProfiler_Object* profiler_ = nullptr;
   std::size_t passes_ = 0;
+  bool initialized_ = false;
 };
 
 }  // namespace

@@ -26,6 +26,7 @@ COMMANDS = {
     ),
     "timeline": ("attnscope.timeline.command:timeline_command", "Show a kernel from inside."),
     "stress": ("attnscope.stress.command:stress_command", "Delay a kernel; look for wrong rows."),
+    "report": ("attnscope.studies.page:report_command", "Put results on one HTML page."),
     "kernels": ("attnscope.kernels:kernels_command", "Show what every CUDA kernel uses."),
     "env": ("attnscope.cli:env_command", "Show what is installed, what runs, what is missing."),
 }

@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from attnscope import counters
-from attnscope.bench.counting import Counting
+from attnscope.bench.counting import Counting, count_rows
+from attnscope.bench.impls import resolve
+from attnscope.bench.timing import Settings
 from attnscope.bench.workloads import Workload
+from attnscope.common.results import Results, read_results
 from attnscope.counters import Unavailable, collect, library, metrics_for, session
 from attnscope.nsight import evaluator, metrics
 
@@ -147,6 +150,33 @@ def test_the_row_of_the_bench(native: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert set(counters.METRICS) < set(row)
     native.error = "CUPTI_ERROR_HARDWARE_BUSY (26)"
     assert "another profiler" in counting.read(WORK, lambda: None)["reason"]
+    native.error = None
+    assert "another profiler" in counting.read(WORK, lambda: None)["reason"], (
+        "it is not tried again"
+    )
+
+
+def test_rows_get_their_counters_after_the_timing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Workload.of(seqlen=16, heads=1, head_dim=8, dtype="float32")
+    fields = {"workload": work.id, "layout": "bshd", **work.to_dict()}
+    rows = [{"impl": name, "status": status, **fields}
+            for name, status in (("cpu", "ok"), ("naive", "wrong"))]  # fmt: skip
+    results = Results(tmp_path / "r.json", {})
+    results.add(rows)
+    (cpu,) = resolve(["cpu"])
+    read: list[str] = []
+
+    def fake(self: Counting, work: Workload, call: Callable[[], Any]) -> dict[str, Any]:
+        read.append(str(tuple(call()[0].shape)))
+        return {"tensor_pct": 1.0}
+
+    monkeypatch.setattr(Counting, "read", fake)
+    for _ in range(2):
+        count_rows([work], [cpu, *resolve(["naive"])], results, torch.device("cpu"), Settings())
+    assert read == ["(1, 16, 1, 8)"], "wrong rows have no counters, and none is read twice"
+    assert read_results(tmp_path / "r.json")["rows"][0]["counters"] == {"tensor_pct": 1.0}
 
 
 @pytest.mark.parametrize("chip", metrics.CHIPS)

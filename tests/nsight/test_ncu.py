@@ -7,8 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 from click.testing import Result
+from made_nsys import MadeReport
 from typer.testing import CliRunner
 
 from attnscope import cli
@@ -16,6 +18,7 @@ from attnscope.bench.workload_text import parse_workload
 from attnscope.common import tools
 from attnscope.nsight import ncu, selection
 from attnscope.nsight.ncu import Settings, to_expression
+from attnscope.nsight.ncu_command import analyze_command
 
 SUPPORT = Path(__file__).parents[1] / "support"
 PAGE = SUPPORT / "ncu/attention.csv"
@@ -121,6 +124,7 @@ def test_settings_of_a_run_can_be_passed_again(fake: Path, tmp_path: Path) -> No
         ("lock", "locked", "lock file /tmp/nsight-compute-lock", "set TMPDIR"),
         ("disk", "disk full", "No space left on device", "free space"),
         ("driver", "driver mismatch", "driver version is insufficient", "install the tool"),
+        ("section", "unknown section", "No metrics to collect", "ncu --list-sections"),
         ("silent", "no report", "Connected to process 17", ""),
         ("metric", "unknown metric", "Failed to find metric dram__byte.sum", "--query-metrics"),
     ],
@@ -239,6 +243,15 @@ def test_reports_are_read_and_compared(fake: Path, tmp_path: Path) -> None:
     assert found["tables"]["Times"]["rows"][0]["speed-up"] == pytest.approx(66.464 / 70)
     assert found["changes"][0]["metrics"][0]["change"] == "+5.3 %"
     assert command("--compare", page, "b.csv").exit_code == 2
+    app = typer.Typer()
+    app.command()(analyze_command)
+    done = CliRunner().invoke(app, [page, str(tmp_path / "b.csv"), "--format", "markdown"])
+    assert done.exit_code == 0 and "## Times" in done.stdout
+    assert (
+        "## What limits each kernel"
+        in CliRunner().invoke(app, [page, "--format", "markdown"]).stdout
+    )
+    assert CliRunner().invoke(app, [page] * 3).exit_code == 2
 
 
 def test_expressions_of_ranges() -> None:
@@ -273,6 +286,18 @@ def test_the_longest_kernels_of_a_profile_are_chosen(fake: Path, tmp_path: Path)
         selection.choose(tmp_path, 1, "nowhere")
 
 
+def test_the_longest_kernels_of_an_nsys_folder_are_chosen(tmp_path: Path) -> None:
+    made = MadeReport()
+    made.range("inside", 0, 45)
+    for name, at, us in (("void a::gemm<1>()", 10, 40), ("void a::gemm<2>()", 20, 30),
+                         ("relu", 50, 60)):  # fmt: skip
+        made.kernel(name, at, 100 * at, 100 * at + us)
+    made.save(tmp_path / "report.sqlite")
+    found = selection.choose(tmp_path, 5)
+    assert [(one.function, one.total_us) for one in found] == [("gemm", 70.0), ("relu", 60.0)]
+    assert [one.function for one in selection.choose(tmp_path, 5, "inside")] == ["gemm"]
+
+
 @pytest.mark.parametrize(
     ("text", "name"),
     [
@@ -295,8 +320,6 @@ def test_what_is_no_workload(text: str) -> None:
 def test_the_target_of_an_impl_runs_its_ranges_and_states_its_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import typer
-
     from attnscope.studies.attention import attention_command
 
     path = tmp_path / "models.json"

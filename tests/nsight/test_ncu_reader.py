@@ -120,6 +120,21 @@ def test_units_become_base_units(unit: str, factor: float) -> None:
     assert to_base(unit) == factor
 
 
+@pytest.mark.parametrize(
+    ("text", "ranges"),
+    [
+        ('7  "<default domain>:timed:none:none:none:none:none:none" ', ("timed",)),
+        ('7  "d:a::b:Int64:5:none:none:REGISTERED:a::b"  "d:x:none:none:RGB:0xff:ASCII:x" ',
+         ("a::b@d", "x@d")),
+        ("", ()),
+    ],
+)  # fmt: skip
+def test_ranges_of_a_launch(text: str, ranges: tuple[str, ...]) -> None:
+    name = "thread Domain:Push/Pop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg"
+    page = written([["ID", name, "Kernel Name"], ["0", text, "k"]])
+    assert read(page)[0].ranges == ranges
+
+
 def test_names_of_kernels() -> None:
     symbol = demangle("_ZN9attnscope4sm9014forward_kernelINS0_13ForwardConfigI13__nv_bfloat16Li128E"
                       "Li192EEEEEvNS_16ForwardArgumentsE")  # fmt: skip

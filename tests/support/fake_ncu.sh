@@ -54,6 +54,10 @@ case "$FAKE_NCU" in
   none)
     echo "==WARNING== No kernels were profiled." >&2
     exit 0 ;;
+  section)
+    echo "==WARNING== No metrics to collect found in sections." >&2
+    echo "==WARNING== No kernels were profiled." >&2
+    exit 0 ;;
   silent)
     exit 0 ;;
   hang)

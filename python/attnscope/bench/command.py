@@ -182,6 +182,7 @@ def _sweep(
     device: torch.device,
     settings: Any,
 ) -> str | None:
+    from attnscope.bench.counting import count_rows
     from attnscope.bench.runner import run_sweep
 
     with _progress() as progress:
@@ -194,7 +195,10 @@ def _sweep(
                 progress.console.print(f"{work.id}: {done}", markup=False, soft_wrap=True)
 
         try:
-            return run_sweep(works, impls, base, results, device, settings, advance)
+            lost = run_sweep(works, impls, base, results, device, settings, advance)
+            if settings.counters and lost is None:
+                count_rows(works, impls, results, device, settings)
+            return lost
         except KeyboardInterrupt:
             progress.stop()
             text = f"bench: stopped; {results.path} is whole, go on with --resume"

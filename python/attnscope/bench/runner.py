@@ -18,7 +18,6 @@ from attnscope import numerics
 from attnscope.bench.calls import build_call
 from attnscope.bench.checks import assess
 from attnscope.bench.checks import check as check
-from attnscope.bench.counting import Counting
 from attnscope.bench.interface import Impl
 from attnscope.bench.peers import Unsupported
 from attnscope.bench.statistics import LEAST_SAMPLES, bootstrap_ratio
@@ -93,7 +92,6 @@ class _Candidate:
     kernels: list[str] | None = None
     verdict: numerics.Verdict | None = None
     timing: Timing = field(default_factory=Timing)
-    counters: Row | None = None
 
     @property
     def name(self) -> str:
@@ -107,7 +105,6 @@ class _Sweep:
         self._baseline = baseline
         self._timer = make_timer(device, settings)
         self._nvml = Nvml(device)
-        self._counting = Counting(device, settings.l2 == "cold") if settings.counters else None
 
     def run(self, work: Workload, todo: Sequence[Impl]) -> list[Row]:
         """Rows of `todo`; the baseline is timed with them even where its own row is there."""
@@ -128,7 +125,6 @@ class _Sweep:
                 candidate.timing = timings[candidate.name]
         self._each(work, candidates, self._raise_timing_error)
         self._each(work, candidates, self._check)
-        self._each(work, candidates, self._count)
         for candidate in candidates:
             if candidate.row is None:
                 candidate.row = self._timed_row(work, candidate, readings)
@@ -205,10 +201,6 @@ class _Sweep:
         if candidate.timing.error is not None:
             raise candidate.timing.error
 
-    def _count(self, work: Workload, candidate: _Candidate) -> None:
-        if self._counting is not None:
-            candidate.counters = self._counting.read(work, candidate.calls[0])
-
     def _timed_row(self, work: Workload, candidate: _Candidate, readings: Row) -> Row:
         timing = candidate.timing
         flops, rule = work.flops_reported()
@@ -231,7 +223,6 @@ class _Sweep:
             "tflops": flops / median * 1e-9,
             "gbps": work.bytes() / median * 1e-6,
             "kernels": candidate.kernels,
-            "counters": candidate.counters,
             "nvml": readings,
             "throttled": None if None in throttles else any(throttles),
         }

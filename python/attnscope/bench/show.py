@@ -60,7 +60,6 @@ def _print_counters(rows: Sequence[Row]) -> None:
         "FLOPs / exact": ("flops_ratio", 1.0, ".4f"),
         "DRAM MB": ("dram_bytes", 1e-6, ",.1f"),
         "L2 hit %": ("l2_hit_pct", 1.0, ".1f"),
-        "MHz": ("clock_hz", 1e-6, ".0f"),
     }
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("workload", "impl", *columns):
@@ -71,7 +70,7 @@ def _print_counters(rows: Sequence[Row]) -> None:
             cells = ["" if v is None else format(v * scale, form) for v, scale, form in values]
             table.add_row(row["workload"], row["impl"], *cells)
     if table.row_count:
-        say("hardware counters of one call, at the clocks of that moment")
+        say("hardware counters of one call, after all timing")
         console().print(table)
     for reason in dict.fromkeys(found["reason"] for _, found in counted if "reason" in found):
         say(f"no counters: {reason}")

@@ -27,12 +27,6 @@ _SPECIAL = re.compile(r"([\\@,\[\]/*+])")  # of ncu's NVTX expressions
 
 FAILURES = (
     Failure(
-        NO_KERNELS,
-        r"No kernels were profiled",
-        "the program ran, but no launch matched the filters",
-        "",
-    ),
-    Failure(
         "unknown metric",
         r"[Ff]ailed to find metric|[Mm]etric.{0,80}(not found|is not (available|supported))",
         "this ncu does not know a metric on this GPU",
@@ -40,9 +34,15 @@ FAILURES = (
     ),
     Failure(
         "unknown section",
-        r"[Ff]ailed to find (section|rule)|No section (with|matched)|[Ss]et.{0,40}(not|Invalid)",
+        r"[Ff]ailed to find (section|rule)|No metrics to collect found in sections",
         "this ncu has no section or set of that name",
         "ncu --list-sections and ncu --list-sets list them",
+    ),
+    Failure(
+        NO_KERNELS,
+        r"No kernels were profiled",
+        "the program ran, but no launch matched the filters",
+        "",
     ),
     Failure(
         "locked",

@@ -252,6 +252,24 @@ def _show(made: Document, form: str, kernels: Sequence[Kernel]) -> None:
     show(made, form, {"kernels": list(as_records(kernels))} if form == JSON else None)
 
 
+def analyze_command(
+    reports: Annotated[
+        list[Path], typer.Argument(help="A report, or two to compare: the first is before.")
+    ],
+    form: Form = "terminal",
+    as_json: AsJson = False,
+) -> None:
+    """Show what limits the kernels of a report, or what moved from one report to another."""
+    with bad_input("analyze_ncu"):
+        form = form_of(form, as_json)
+        if len(reports) > 2:
+            raise ValueError(f"reports must be one or two, got {len(reports)}")
+        if len(reports) == 2:
+            _compare((reports[0], reports[1]), form)
+        else:
+            _import(reports[0], form)
+
+
 def _import(path: Path, form: str) -> None:
     with _failures():
         kernels = ncu.read(path)

@@ -185,10 +185,13 @@ def _ranges(header: Sequence[str], row: Sequence[str]) -> Iterator[str]:
 
 def _range(text: str) -> Iterator[str]:
     """`name@domain` of a range, or the name alone in the default domain."""
-    # domain:name:payload type:payload:colour type:colour:message type:name. Names may contain ":".
-    if match := re.fullmatch(r"(<[^>]*>|[^:]*):(.+?)(?::[^:]*){5}:\2", text.strip(), re.DOTALL):
-        domain = "" if match[1].startswith("<") else f"@{match[1]}"
-        yield f"{match[2]}{domain}"
+    # domain:name:payload type:payload:colour type:colour:message type:message. The message is the
+    # name, or "none"; names may contain colons.
+    for message in (r"\2", "[^:]*"):
+        form = rf"(<[^>]*>|[^:]*):(.+?)(?::[^:]*){{5}}:{message}"
+        if match := re.fullmatch(form, text.strip(), re.DOTALL):
+            yield match[2] if match[1].startswith("<") else f"{match[2]}@{match[1]}"
+            return
 
 
 def demangle(symbol: str) -> str:

@@ -193,11 +193,10 @@ def _draw_roofs(axes: Any, points: Sequence[Point]) -> None:
     x = np.geomspace(min([*spans, top.ridge]) / 4, max([*spans, top.ridge]) * 4, 200)
     dram = np.minimum(x * top.dram_peak, top.compute_peak) * 1e-12
     style = {"color": "#808080", "linewidth": 1.5, "zorder": 1}
-    axes.plot(x, dram, **style)
+    slope = f"DRAM {top.dram_peak * 1e-9:,.0f} GB/s, ridge at {top.ridge:,.0f}"
+    axes.plot(x, dram, **style, label=slope)
     name = f"{top.dtype} {top.compute_peak * 1e-12:,.0f} TFLOP/s at the measured clock"
     axes.annotate(name, (x[-1], dram[-1]), ha="right", va="bottom", fontsize=7)
-    slope = f"DRAM {top.dram_peak * 1e-9:,.0f} GB/s, ridge {top.ridge:,.0f}"
-    axes.annotate(slope, (x[len(x) // 12], dram[len(x) // 12]), va="bottom", fontsize=7)
     if top.l2_peak:
         l2 = np.minimum(x * top.l2_peak, top.compute_peak) * 1e-12
         axes.plot(x, l2, **style, linestyle=":", label=f"L2 {top.l2_peak * 1e-9:,.0f} GB/s")
