@@ -26,7 +26,7 @@ ROW_KEYS = (
     "flops", "flops_exact", "flops_rule", "bytes", "tflops", "gbps", "pct_peak",
     "baseline", "ratio", "ratio_ci",
     "max_abs_err", "baseline_err", "err_ratio", "margin", "checked", "repeatable", "gradients",
-    "kernels",
+    "kernels", "counters",
     "sm_clock_mhz", "power_w", "temperature_c", "throttled", "nvml",
 )  # fmt: skip
 # A row that lacks one of these describes no call.

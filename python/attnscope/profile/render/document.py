@@ -85,6 +85,12 @@ class Section:
         texts = {name for row in self.rows for name, v in row.items() if isinstance(v, str)}
         return set(self.columns) - texts
 
+    def markdown_lines(self, rows: int) -> list[str]:
+        """The first rows of the table in Markdown, below its heading."""
+        rule = _line("---:" if name in self.numbers else "---" for name in self.columns)
+        cells = [_line(one.text for one in row) for row in self.cells[:rows]]
+        return [_line(self.columns), rule, *cells]
+
 
 @dataclass
 class Document:
@@ -133,10 +139,7 @@ class Document:
                 save(section.figure, folder / stem)
                 lines += ["", f"![{section.title}]({folder.name}/{stem}.svg)"]
             if section.rows:
-                lines += ["", _line(section.columns)]
-                numbers = section.numbers
-                lines.append(_line("---:" if n in numbers else "---" for n in section.columns))
-                lines += [_line(one.text for one in row) for row in section.cells]
+                lines += ["", *section.markdown_lines(len(section.rows))]
             lines += [line for note in section.notes for line in ("", note)]
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
