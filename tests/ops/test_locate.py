@@ -11,6 +11,9 @@ from typer.testing import CliRunner
 
 from attnscope import cli
 from attnscope.bench import checks
+from attnscope.bench.impls import resolve
+from attnscope.bench.locating import locate
+from attnscope.bench.workloads import Workload
 from attnscope.numerics.locate import Location, locate_backward, locate_forward
 from attnscope.reference import attention_reference, naive_attention, naive_attention_backward
 
@@ -190,3 +193,15 @@ def test_the_command_on_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
                          "naive", "--no-causal", "--locate")  # fmt: skip
     assert code == 1
     assert "out[0, 37, 1, 4] is nan, fp64 has" in text and "cause: not in the numbers" in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["forward", "both"])
+def test_the_tile_of_our_kernel_is_named(mode: str) -> None:
+    work = Workload.of(seqlen=300, heads=2, head_dim=128, causal=True, mode=mode)
+    device = torch.device("cuda")
+    dout = None if mode == "forward" else work.output_gradient(device, 0)
+    found = locate(*resolve(["cuda"]), work, work.inputs(device, 0), dout)
+    assert found is not None and found.error < 0.1
+    assert re.match(r"(query|key) tile \d+ \(rows \d+ to \d+\)", found.tile)
+    assert re.match("rounding|loss of precision", found.cause)
