@@ -213,6 +213,18 @@ def test_events_that_cross_do_not_nest(tmp_path: Path) -> None:
     assert parents == {"a": -1, "b": -1, "x": 1, "y": 1}
 
 
+def test_a_python_frame_without_an_end_ends_with_its_caller(tmp_path: Path) -> None:
+    frames = [
+        cpu("python_function", name, start, end)
+        for name, start, end in [
+            ("main", 0, 90), ("model", 1, 30), ("apply", 5, 90), ("inside", 6, 9), ("after", 40, 50),
+        ]
+    ]  # fmt: skip
+    main, model, apply, inside, after = read_trace(write_trace(tmp_path / "t", *frames)).cpu
+    assert (apply.end, apply.parent) == (model.end, model.index)
+    assert (inside.parent, after.parent) == (apply.index, main.index)
+
+
 def test_events_of_the_same_time_nest_as_they_are_entered(tmp_path: Path) -> None:
     path = write_trace(
         tmp_path / "t.json",

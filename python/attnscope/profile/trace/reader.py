@@ -319,7 +319,8 @@ def nest(events: list[CpuEvent]) -> None:
 
     A call belongs to the event that was open when the call began. Its end is ignored, because
     CUPTI's and PyTorch's clocks differ by fractions of a microsecond. Every other event must lie
-    wholly inside its parent.
+    wholly inside its parent. A Python frame that outlives its caller has lost its end (PyTorch 2.11
+    loses that of an autograd function's `apply`), so it ends with its caller.
     """
     stacks: dict[int, list[CpuEvent]] = {}
     for at, event in enumerate(events):
@@ -330,6 +331,9 @@ def nest(events: list[CpuEvent]) -> None:
         if event.kind == "call":
             event.parent = stack[-1].index if stack else -1
             continue
+        if event.kind == "python":
+            callers = (e.end for e in reversed(stack) if e.kind == "python" and e.end > event.start)
+            event.end = min(event.end, next(callers, event.end))
         for outer in reversed(stack):
             if outer.end >= event.end:
                 event.parent = outer.index
