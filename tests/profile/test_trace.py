@@ -217,7 +217,7 @@ def test_a_python_frame_without_an_end_ends_with_its_caller(tmp_path: Path) -> N
     frames = [
         cpu("python_function", name, start, end)
         for name, start, end in [
-            ("main", 0, 90), ("model", 1, 30), ("apply", 5, 90), ("inside", 6, 9), ("after", 40, 50),
+            ("main", 0, 90), ("model", 1, 30), ("apply", 5, 90), ("inside", 6, 9), ("after", 40, 50)
         ]
     ]  # fmt: skip
     main, model, apply, inside, after = read_trace(write_trace(tmp_path / "t", *frames)).cpu

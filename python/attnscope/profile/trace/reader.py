@@ -320,7 +320,7 @@ def nest(events: list[CpuEvent]) -> None:
     A call belongs to the event that was open when the call began. Its end is ignored, because
     CUPTI's and PyTorch's clocks differ by fractions of a microsecond. Every other event must lie
     wholly inside its parent. A Python frame that outlives its caller has lost its end (PyTorch 2.11
-    loses that of an autograd function's `apply`), so it ends with its caller.
+    loses the end of an autograd function's `apply`), so it ends with its caller.
     """
     stacks: dict[int, list[CpuEvent]] = {}
     for at, event in enumerate(events):
