@@ -50,6 +50,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     [
         ["--help"],
         ["profile", "--help"],
+        ["nsys", "--dry-run", "--", "true"],
         ["bench", "--help"],
         ["env", "--help"],
         ["compare", "--impl-a", "cuda", "--impl-b", "flash", RECORD],

@@ -1,25 +1,36 @@
 """The sqlite reader and the projection of ranges, against a slow search by the same rules."""
 
+import csv
+import lzma
 import random
 import sqlite3
 import time
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 from made_nsys import GLOBAL_PID, PID, TID, MadeReport, large_report
 
 from attnscope.nsight.analysis import Analysis, top_kernels
+from attnscope.nsight.captures import merge
+from attnscope.nsight.nsys import matches
+from attnscope.nsight.nsys_report import findings, nsys_report
+from attnscope.nsight.output import short_markdown
 from attnscope.nsight.projection import Projection, parse_range
-from attnscope.nsight.recording import RecordingError, merge, read_recording
+from attnscope.nsight.recording import RecordingError, read_recording
 from attnscope.nsight.scheduling import (
     CAUSES,
     allocation_rows,
     device_rows,
     gap_rows,
+    memory_rows,
     stream_rows,
 )
 from attnscope.nsight.selection import choose
+from attnscope.nsight.stats_csv import read_summary
 
+RECORDED = Path(__file__).parents[1] / "support/nsys"
 K = "void f<float>(float*)"
 
 
@@ -251,3 +262,91 @@ def test_a_folder_of_a_session_selects_the_kernels_that_ncu_profiles(tmp_path):
     assert [one.function for one in choose(tmp_path, 2, "r@attnscope")] == ["b", "a"]
     with pytest.raises(ValueError, match="got 'other'"):
         choose(tmp_path, 1, "other")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """`nsys_program.py --triton` on an H200 as nsys 2025.3 recorded it: whole, and in `measure`."""
+    found = {}
+    for name in ("whole", "gated"):
+        path = tmp_path_factory.mktemp("nsys") / f"{name}.sqlite"
+        path.write_bytes(lzma.decompress((RECORDED / f"{name}.sqlite.xz").read_bytes()))
+        found[name] = read_recording(path)
+    return found
+
+
+def test_a_real_report_has_the_kernels_and_the_times_of_nsys_stats(recorded):
+    of = Analysis(recorded["whole"])
+    theirs = read_summary(RECORDED / "cuda_gpu_kern_sum.csv")
+    assert sum(row.count for row in theirs) == recorded["whole"].kernels == 118
+    assert sum(row.total_ns for row in theirs) == of.kernel_ns
+    names = {row["kernel"] for row in of.kernel_rows()}
+    assert "attnscope sm90 forward bf16 D64 M64" in names  # from the mangled name
+    assert {row["host memory"] for row in of.copy_rows() if "host" in row["kind"]} == {
+        "pageable", "pinned",
+    }  # fmt: skip
+    assert recorded["whole"].messages == []  # compilers that Triton started have some
+    assert recorded["gated"].messages == []
+    assert recorded["whole"].gpus == {0: "NVIDIA H200"}
+    device, pinned = memory_rows(of)
+    assert (device["memory"], device["allocations"], device["releases"]) == ("device", 28, 7)
+    assert device["peak MiB"] == pytest.approx((677_677_056 - 52_428_800) / 2**20)
+    assert (pinned["memory"], pinned["peak MiB"]) == ("pinned", pytest.approx(1.0, rel=1e-5))
+
+
+def test_a_real_report_is_projected_as_nsys_projects_it(recorded):
+    """For ranges whose work their own thread launched; nsys knows no other thread."""
+    spans: Counter[str] = Counter()
+    for stage in Analysis(recorded["whole"]).stages:
+        name, domain = parse_range(stage.names[-1])
+        spans[f"{domain}:{name}"] += stage.span
+    with (RECORDED / "nvtx_gpu_proj_sum.csv").open() as file:
+        theirs = {row["Range"]: int(row["Total Proj Time (ns)"]) for row in csv.DictReader(file)}
+    compared = ("warmup", "forward", "two-streams", "copies", "allocate", "graph")
+    compared = [f"attnscope:{name}" for name in compared] + [":plain"]
+    compared += ["attnscope:attnscope::backward", "attnscope:attnscope_triton::forward"]
+    assert {name: spans[name] for name in compared} == {name: theirs[name] for name in compared}
+
+
+def test_a_real_gated_report_has_the_kernels_of_its_range_alone(recorded):
+    inside = Analysis(recorded["whole"], "measure@attnscope")
+    gated = Analysis(recorded["gated"])
+
+    def counts(of: Analysis) -> dict[str, int]:
+        return {row["kernel"]: row["count"] for row in of.kernel_rows()}
+
+    assert counts(gated) == counts(inside)
+    assert bool((gated.projection.inside("measure@attnscope") >= 0).all())
+    backward = next(s for s in gated.stages if s.path == ("measure", "backward"))
+    assert backward.kernels == 42  # autograd's thread launched them
+    ranges = recorded["whole"].range_names()
+    assert ranges["measure@attnscope"] == 1 and ranges["plain"] == 1
+    registered = recorded["whole"].registered[matches(recorded["whole"], "plain")]
+    assert not registered.any()
+    assert recorded["whole"].registered[matches(recorded["whole"], "measure@attnscope")].all()
+
+
+@pytest.mark.parametrize(
+    ("range_", "kinds"),
+    [
+        ("two-streams", ["launch gaps", "allocation in a range", "serialised streams"]),
+        ("copies", ["launch gaps"]),
+        ("graph", []),
+    ],
+)
+def test_what_stands_out_in_a_real_report(recorded, range_, kinds):
+    of = Analysis(recorded["whole"], f"{range_}@attnscope")
+    assert [one.kind for one in findings(of)] == kinds
+    assert [one.kind for one in findings(of, gpu=1)] == [*kinds, "another GPU"]
+    text = short_markdown(nsys_report(of))
+    assert len(text.splitlines()) <= 60 and text.startswith("# nsys timeline\n\n- the GPU worked ")
+
+
+def test_copies_from_pageable_memory_stand_out(tmp_path):
+    made = MadeReport()
+    made.range("load", 0, 400)
+    made.copy(1, 1 << 20, 10, 20, 120)
+    made.kernel(K, 20, 121, 300)
+    (found,) = findings(Analysis(read_recording(made.save(tmp_path / "r.sqlite"))))
+    assert found.kind == "copies" and found.advice.startswith("pin_memory")
+    assert "took 100 us (35.7 %), most in load; from pageable memory" in found.title

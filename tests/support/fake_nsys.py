@@ -51,6 +51,7 @@ def emitted(report: str, name: str) -> tuple[int, int]:
 
 
 def profile(arguments: list[str], how: dict) -> int:
+    print("[1/1] [0%         ] report.nsys-rep\r[1/1] [====100%] report.nsys-rep", flush=True)
     at = arguments.index("-o") + 2
     options, program = arguments[:at], arguments[at:]
     code = subprocess.run(program).returncode

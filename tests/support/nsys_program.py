@@ -1,7 +1,7 @@
 """A short program with every kind of GPU work that the reader of nsys reports distinguishes.
 
 The recorded fixtures and the test on a GPU come from it:
-`nsys profile ... python tests/support/nsys_program.py [--profiler-api] [--triton]`
+`nsys profile ... python tests/support/nsys_program.py [--profiler-api] [--triton] [--rest STEPS]`
 """
 
 import sys
@@ -68,6 +68,10 @@ def main() -> None:
             torch.cuda.synchronize()
     if gated:
         torch.cuda.profiler.stop()
+    if "--rest" in sys.argv:
+        with annotate("rest"):
+            for _ in range(int(sys.argv[sys.argv.index("--rest") + 1])):
+                train(qkv, weight)
     with annotate("copies"):
         copies(host, pinned)
         torch.cuda.synchronize()

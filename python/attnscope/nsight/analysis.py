@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from attnscope.nsight.ncu_reader import demangle
 from attnscope.nsight.nesting import NONE, busy_by, factorize, group_by, sums
 from attnscope.nsight.projection import Projection, Stage, parse_range
 from attnscope.nsight.recording import (
     COPY,
     COPY_KINDS,
     KERNEL,
-    PAGEABLE,
+    MEMORY_KINDS,
     Array,
     Recording,
     RecordingError,
@@ -95,7 +96,7 @@ class Analysis:
             if self.within is not None:
                 inside = [one for one in self.stages if one.device == device]
                 window = sum(one.span for one in inside if self.is_within(one.names[-1:]))
-            found[device] = (union(start, end), window)
+            found[device] = (union(start, end), max(window, 1))
         return found
 
     def is_within(self, names: Sequence[str]) -> bool:
@@ -115,7 +116,7 @@ class Analysis:
     def names(self) -> dict[int, str]:
         """The symbol of each kernel name."""
         keys = np.unique(self.work["name"][self.is_kernel]).tolist()
-        return {key: self.recording.name(key) for key in keys}
+        return {key: demangle(self.recording.name(key)) for key in keys}
 
     @cached_property
     def categories(self) -> Array:
@@ -284,8 +285,8 @@ class Analysis:
         number = int(self.work["copy_kind"][at])
         side = {1: "src_kind", 2: "dst_kind"}.get(number)
         memory = ""
-        if side and self.work[side][at] >= 0:
-            memory = "pageable" if self.work[side][at] == PAGEABLE else "pinned"
+        if side and 0 <= self.work[side][at] < len(MEMORY_KINDS):
+            memory = MEMORY_KINDS[int(self.work[side][at])]
         return COPY_KINDS.get(number, f"kind {number}"), memory
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from attnscope.common.console import say
+from attnscope.nsight.captures import merge
 from attnscope.nsight.projection import no_such_range, parse_range
-from attnscope.nsight.recording import Recording, merge, read_recording
+from attnscope.nsight.recording import KERNEL, Recording, read_recording
 from attnscope.nsight.stats_csv import read_summary, reports_of
 from attnscope.nsight.tool import (
     Done,
@@ -267,13 +268,19 @@ def _probe(session: Session, settings: NsysSettings, folder: Path, nsys: str) ->
     say(f"probe: looking for the range {settings.range} (--no-probe skips this)", stderr=True)
     step = probe_step(settings, folder, nsys)
     assert step.writes is not None
-    session.run(step, FAILURES)
+    done = session.run(step, FAILURES)
     session.run(export_step(step.writes, nsys, "probe-export"), EXPORT_FAILURES)
     found = read_recording(step.writes.with_suffix(".sqlite"))
     chosen = matches(found, settings.range)
     if not chosen.any():
-        late = f" in the first {settings.probe_s:g} s" if settings.probe_s else ""
-        raise ValueError(f"{no_such_range(settings.range, found.range_names())}{late}")
+        message = no_such_range(settings.range, found.range_names())
+        if done.seconds >= settings.probe_s:
+            message += (
+                f". Only the first {settings.probe_s:g} s were searched: --probe-s, --no-probe"
+            )
+        elif done.code:
+            message += f". The program ended with exit code {done.code}"
+        raise ValueError(message)
     return int(chosen.sum()), bool(found.registered[chosen].all())
 
 
@@ -338,8 +345,8 @@ def _statistics(
     try:
         listed = session.run(reports_step(nsys))
         names = reports_of(listed.output)
-        if not names:
-            return ["nsys stats lists no report that is known here: no summaries"]
+        if "kernels" not in names:
+            return ["nsys stats lists no summary of kernels that is known here"]
         total = count = 0.0
         for report in reports:
             session.run(stats_step(report, list(names.values()), nsys), FAILURES)
@@ -352,7 +359,7 @@ def _statistics(
     except (ToolError, ValueError) as error:
         return [f"no summaries of nsys stats: {error}"]
     work = recording.work
-    kernels = work["kind"] == 0
+    kernels = work["kind"] == KERNEL
     ours = int((work["end"] - work["start"])[kernels].sum())
     if count == kernels.sum() and abs(total - ours) <= 1e-6 * ours + 1:
         return [f"nsys stats agrees: {int(count)} kernels, {ours / 1e6:.4g} ms"]

@@ -16,6 +16,7 @@ from attnscope.nsight.scheduling import (
     device_rows,
     gap_rows,
     in_measured_ranges,
+    memory_rows,
     stream_rows,
 )
 from attnscope.profile.analysis.kernel_names import CATEGORIES
@@ -28,7 +29,7 @@ LEAST_COPIES = 0.05
 LEAST_ALLOCATION = 0.01
 LEAST_STREAM = 0.05  # of the busy time: a stream with less does not count as one of several
 LEAST_OVERLAP = 0.02
-LEAST_TURNS = 3  # fewer: one stream simply follows the other
+LEAST_TURNS = 2  # fewer: one stream simply follows the other
 STRAY_GPU = 0.05  # of a process' kernels: fewer on a second GPU look like a mistake
 
 
@@ -232,6 +233,8 @@ def _sections(analysis: Analysis, top: int) -> list[Section]:
             top,
         ),
     ]
+    text = "Since the recording began; torch's allocator keeps what it has once taken."
+    sections.append(_section("Memory", text, memory_rows(analysis), top))
     streams, devices = stream_rows(analysis), device_rows(analysis)
     if len(streams) > 1:
         text = "overlapped: another stream of the GPU had a kernel at the same time."
@@ -253,6 +256,7 @@ def as_tables(analysis: Analysis) -> dict[str, list[Row]]:
         "stages": analysis.stage_rows(), "kernels": analysis.kernel_rows(),
         "categories": analysis.category_rows(), "gaps": gap_rows(analysis),
         "copies": analysis.copy_rows(), "allocations": allocation_rows(analysis),
-        "streams": stream_rows(analysis), "devices": device_rows(analysis),
+        "memory": memory_rows(analysis), "streams": stream_rows(analysis),
+        "devices": device_rows(analysis),
     }  # fmt: skip
     return tables

@@ -26,10 +26,14 @@ MAGIC = b"SQLite format 3\x00"
 CHUNK_ROWS = 400_000  # bounds the text of a column in memory
 KERNEL, COPY, FILL = range(3)  # kinds of GPU work
 PUSH_POP, START_END, DOMAIN_NAME = 59, 60, 75  # NVTX event types
-UNKNOWN = -1  # a number that the report does not have
+UNKNOWN = -(1 << 62)  # a number that the report does not have; times may be below 0
 PROCESS = 1 << 24  # globalTid = globalPid + thread; globalPid is a multiple of this
 COPY_KINDS = {1: "host to device", 2: "device to host", 8: "device to device", 10: "peer to peer"}
-PAGEABLE = 0  # memory kind of a copy's host side
+WARNING = 2  # severity of a message
+MEMORY_KINDS = (
+    "pageable", "pinned", "device", "array", "managed", "device static", "managed static",
+    "unknown",
+)  # fmt: skip
 
 # Calls that launch work, wait for the device, and allocate or free memory.
 _LAUNCH = re.compile(r"Launch|Memcpy|Memset|^cuMem(cpy|set)")
@@ -51,10 +55,13 @@ class Recording:
 
     Attributes:
         work: kernels, copies and fills, by start: `start end device stream pid correlation name
-            short kind bytes copy_kind src_kind dst_kind graph`. `name` and `short` are keys of
-            `strings`; `graph` is the node of a CUDA graph, or UNKNOWN.
+            short kind bytes copy_kind src_kind dst_kind graph`. `name` (mangled where the report
+            has that) and `short` are keys of `strings`; `graph` is the node of a CUDA graph, or
+            UNKNOWN.
         calls: launches, synchronisations and allocations, by start: `start end tid correlation
             name`.
+        memory: allocations and releases of memory, where they were recorded, by start: `start
+            device bytes kind` (of MEMORY_KINDS) `released` (1 or 0).
         ranges: NVTX ranges: `start end tid name domain kind` (PUSH_POP or START_END).
         texts: names of ranges and domains; `name` and `domain` of `ranges` index it.
         registered: whether the name of each range is a registered string.
@@ -70,6 +77,7 @@ class Recording:
     work: Columns
     calls: Columns
     ranges: Columns
+    memory: Columns
     texts: list[str]
     registered: Array
     gpus: dict[int, str] = field(default_factory=dict)
@@ -137,8 +145,11 @@ def read_recording(path: Path) -> Recording:
         with ThreadPoolExecutor(2) as pool:
             work = pool.submit(_with_reader, path, _Reader.work)
             calls = pool.submit(_with_reader, path, _Reader.calls)
-            found = _with_reader(path, _Reader.rest)
-            return Recording(path, work=work.result(), **calls.result(), **found)
+            rest = _with_reader(path, _Reader.rest)
+            found = Recording(path, work=work.result(), **calls.result(), **rest)
+        users = set(np.unique(found.calls["tid"] // PROCESS).tolist())
+        found.messages = _with_reader(path, lambda reader: reader.messages(users))
+        return found
     except sqlite3.DatabaseError as error:
         raise RecordingError(f"report must be an undamaged file, got {path}: {error}") from None
 
@@ -170,7 +181,7 @@ class _Reader:
         ranges, texts, registered, open_ranges = self._ranges(strings)
         return {
             "strings": strings, "ranges": ranges, "texts": texts, "registered": registered,
-            "open_ranges": open_ranges, "gpus": self._gpus(), "messages": self._messages(),
+            "open_ranges": open_ranges, "gpus": self._gpus(), "memory": self._memory(),
         }  # fmt: skip
 
     def columns(
@@ -218,12 +229,16 @@ class _Reader:
         """Kernels, copies and fills."""
         common = ("start", "end", "deviceId", "streamId", "correlationId", "globalPid")
         named = ("demangledName", "shortName")
+        more = ("mangledName", "graphNodeId")
         copied = ("copyKind", "srcKind", "dstKind")
-        kernels = self.columns("CUPTI_ACTIVITY_KIND_KERNEL", (*common, *named), ("graphNodeId",))
+        kernels = self.columns("CUPTI_ACTIVITY_KIND_KERNEL", (*common, *named), more)
         copies = self.columns(
             "CUPTI_ACTIVITY_KIND_MEMCPY", (*common, "bytes"), (*copied, "graphNodeId")
         )
         fills = self.columns("CUPTI_ACTIVITY_KIND_MEMSET", (*common, "bytes"), ("graphNodeId",))
+        # nsys writes template arguments as "(int)4"; from the mangled name they are as in PyTorch.
+        mangled = kernels.pop("mangledName")
+        kernels["demangledName"] = np.where(mangled == UNKNOWN, kernels["demangledName"], mangled)
         tables = (kernels, copies, fills)
         sizes = [len(one["start"]) for one in tables]
         renamed = {
@@ -314,6 +329,13 @@ class _Reader:
         rows = self.db.execute(query, (DOMAIN_NAME,))
         return {key: strings.get(text_id) or text or "" for key, text_id, text in rows if key}
 
+    def _memory(self) -> Columns:
+        names = ("start", "deviceId", "bytes", "memKind", "memoryOperationType")
+        found = self.columns("CUDA_GPU_MEMORY_USAGE_EVENTS", names)
+        order = np.argsort(found["start"], kind="stable")
+        renamed = zip(("start", "device", "bytes", "kind", "released"), names, strict=True)
+        return {new: found[old][order] for new, old in renamed}
+
     def _gpus(self) -> dict[int, str]:
         if "TARGET_INFO_GPU" not in self.tables:
             return {}
@@ -321,69 +343,18 @@ class _Reader:
         key = "cuDevice" if "cuDevice" in there else "id"
         return dict(self.db.execute(f"SELECT {key}, name FROM TARGET_INFO_GPU"))
 
-    def _messages(self) -> list[str]:
-        """Warnings and errors of nsys about its own recording."""
+    def messages(self, users: set[int]) -> list[str]:
+        """Warnings and errors of nsys about its own recording of the processes that use CUDA."""
         if "DIAGNOSTIC_EVENT" not in self.tables:
             return []
-        query = "SELECT severity, text FROM DIAGNOSTIC_EVENT ORDER BY rowid"
-        rows = self.db.execute(query)
-        return list(dict.fromkeys(text for severity, text in rows if text and severity >= 2))
-
-
-def merge(recordings: Sequence[Recording]) -> Recording:
-    """Recordings of one run, one after the other on the time axis; the first if there is one."""
-    first, *others = recordings
-    for other in others:
-        first = _append(first, other)
-    return first
-
-
-def _append(one: Recording, two: Recording) -> Recording:
-    ends = [one.work["end"], one.calls["end"], one.ranges["end"]]
-    shift = max(values.max(initial=0) for values in ends)
-    strings, texts = dict(one.strings), list(one.texts)
-    key_of = {text: key for key, text in strings.items()}
-    moved = {}
-    for number, text in two.strings.items():
-        if text not in key_of:
-            key_of[text] = max(strings, default=0) + 1
-            strings[key_of[text]] = text
-        moved[number] = key_of[text]
-    place_of = {text: place for place, text in enumerate(texts)}
-    for text in two.texts:
-        if text not in place_of:
-            place_of[text] = len(texts)
-            texts.append(text)
-    places = np.array([place_of[text] for text in two.texts], np.int64)
-
-    def shifted(mine: Columns, theirs: Columns) -> Columns:
-        later = dict(theirs)
-        for key in ("start", "end"):
-            later[key] = theirs[key] + shift
-        return {key: np.concatenate([mine[key], later[key]]) for key in mine}
-
-    def renamed(columns: Columns, keys: Sequence[str]) -> Columns:
-        changed = dict(columns)
-        for key in keys:
-            values, inverse = np.unique(columns[key], return_inverse=True)
-            new = np.array([moved.get(int(value), value) for value in values], np.int64)
-            changed[key] = new[inverse] if len(values) else columns[key]
-        return changed
-
-    ranges = dict(two.ranges)
-    for key in ("name", "domain"):
-        ranges[key] = places[two.ranges[key]]
-    return Recording(
-        path=one.path,
-        strings=strings,
-        work=shifted(one.work, renamed(two.work, ("name", "short"))),
-        calls=shifted(one.calls, renamed(two.calls, ("name",))),
-        ranges=shifted(one.ranges, ranges),
-        texts=texts,
-        registered=np.concatenate([one.registered, two.registered]),
-        gpus=one.gpus | two.gpus,
-        messages=list(dict.fromkeys([*one.messages, *two.messages])),
-        total_calls=one.total_calls + two.total_calls,
-        open_ranges=one.open_ranges + two.open_ranges,
-        breaks=(*one.breaks, int(shift)),
-    )
+        query = "SELECT severity, text, globalPid FROM DIAGNOSTIC_EVENT ORDER BY rowid"
+        rows = self.db.execute(query).fetchall()
+        gated = any(text.startswith("Starting the profiling session using") for _, text, _ in rows)
+        found = [
+            text
+            for severity, text, pid in rows
+            if severity >= WARNING
+            and not (gated and text.startswith("Not all "))  # what a gate is for
+            and (not users or (pid or 0) // PROCESS in users)  # no compilers and other helpers
+        ]
+        return list(dict.fromkeys(found))

@@ -9,7 +9,7 @@ import numpy as np
 
 from attnscope.nsight.analysis import OUTSIDE, Analysis, Row, once, union
 from attnscope.nsight.nesting import NONE, busy_by, factorize, group_by, sums
-from attnscope.nsight.recording import PROCESS, Array
+from attnscope.nsight.recording import MEMORY_KINDS, PROCESS, Array
 from attnscope.ranges import WARMUP
 
 GAP_NS = 1_000  # shorter gaps are the hardware's own
@@ -105,6 +105,27 @@ def allocation_rows(of: Analysis) -> list[Row]:
 
 
 @once
+def memory_rows(of: Analysis) -> list[Row]:
+    """Memory by device and kind, where nsys recorded it: allocated, released, and the peak of what
+    was allocated since the recording began."""
+    memory = of.recording.memory
+    first, group = group_by(memory["device"], memory["kind"])
+    rows = []
+    for at, one in enumerate(first.tolist()):
+        here = group == at
+        released = memory["released"][here] == 1
+        change = np.where(released, -memory["bytes"][here], memory["bytes"][here])
+        rows.append(
+            {"GPU": int(memory["device"][one]), "memory": MEMORY_KINDS[int(memory["kind"][one])]}
+            | {"allocations": int((~released).sum()), "releases": int(released.sum())}
+            | {"allocated MiB": int(change[~released].sum()) / 2**20}
+            | {"released MiB": int(-change[released].sum()) / 2**20}
+            | {"peak MiB": max(int(np.cumsum(change).max()), 0) / 2**20}
+        )
+    return sorted(rows, key=lambda row: -row["peak MiB"])
+
+
+@once
 def stream_rows(of: Analysis) -> list[Row]:
     """Kernels by device and stream. Overlap is time in which another stream had kernels too;
     turns are the times at which the next kernel of the device was on this stream again."""
@@ -122,7 +143,7 @@ def stream_rows(of: Analysis) -> list[Row]:
             rows.append(
                 {"GPU": device, "stream": stream, "kernels": int((~others).sum())}
                 | {"turns": int((turns == at).sum()), "busy ms": busy[at] / 1e6}
-                | {"overlapped ms": both / 1e6, "overlapped %": 100 * both / busy[at]}
+                | {"overlapped ms": both / 1e6, "overlapped %": 100 * both / max(busy[at], 1)}
             )
     return rows
 

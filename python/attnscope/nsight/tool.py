@@ -31,6 +31,7 @@ from attnscope.common.console import say
 from attnscope.common.tools import TOOLS, find_tool
 
 TAIL_LINES = 6  # lines of a log that an error quotes
+PROGRESS = re.compile(r"(\[\d+/\d+\] |Processing \d+ events: )\[[= ]*\d+%")  # a bar of nsys
 GRACE_S = 30.0  # for a tool to write its report after an interrupt
 PACKAGES = ("attnscope", "torch", "triton", "nvtx", "numpy")
 
@@ -293,7 +294,7 @@ def run(step: Step, stem: Path) -> Done:
         _interrupt(process)
         raise
     for reader in readers:
-        reader.join(2.0)
+        reader.join(10.0)
     seconds = time.monotonic() - start
     return Done(step, process.returncode, "".join(lines[0]), "".join(lines[1]), seconds, late)
 
@@ -304,7 +305,7 @@ def _copy(pipe: IO[str], path: Path, into: list[str], echo: bool) -> None:
             into.append(line)
             log.write(line)
             log.flush()
-            if echo:
+            if echo and not PROGRESS.match(line):
                 sys.stderr.write(line)
 
 
@@ -358,8 +359,9 @@ def find_failure(output: str, failures: Sequence[Failure] = ()) -> tuple[Failure
 
 
 def tail(output: str) -> list[str]:
-    """The last lines of a log that are not blank."""
-    return [line.rstrip() for line in output.splitlines() if line.strip()][-TAIL_LINES:]
+    """The last lines of a log that are neither blank nor a progress bar."""
+    lines = [line.rstrip() for line in output.splitlines() if line.strip()]
+    return [line for line in lines if not PROGRESS.match(line)][-TAIL_LINES:]
 
 
 def _signal(code: int) -> str:
