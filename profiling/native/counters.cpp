@@ -218,7 +218,8 @@ class Collector {
   }
 
   void require_open() const {
-    if (profiler_ == nullptr) throw std::runtime_error("the collector must be open, got a closed one");
+    if (profiler_ == nullptr)
+      throw std::runtime_error("the collector must be open, got a closed one");
   }
 
   std::vector<std::string> metrics_;

@@ -52,7 +52,7 @@ FAILURES = (
     ),
     Failure(
         "cannot profile the kernel",
-        r"Failed to (prepare|profile) kernel|LibraryNotLoaded",
+        r'Failed to (prepare|profile) (kernel|")|LibraryNotLoaded',
         "ncu could not replay a kernel",
         "use an ncu of the driver's CUDA release; for kernels that talk to other GPUs or to the "
         "host, --replay application",
