@@ -111,6 +111,7 @@ class Consumer {
   // Releases blocks `block` - 1 down to `last` unread: only other consumers' rows see them.
   __device__ __forceinline__ void skip(int block, int last, ConsumerTile::Mark state) {
     mark(state);
+#pragma unroll 1
     for (; block > last; --block) {
       const Ring slot(blocks++);
       if constexpr (kGuardedRing) {

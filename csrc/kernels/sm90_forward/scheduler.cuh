@@ -53,7 +53,7 @@ __device__ __forceinline__ bool find_tile(const ForwardArguments& a, TileQueue& 
     sequence = s.batch + here;
     tile = tile_at(order, index - first);
   } else {
-    tile = tile_at(a.order, index);
+    tile = tile_at(a.order, index, a.section_tiles, a.section);
   }
   if (lane == 0) {
     const int batch = tile.head / a.heads;  // 0 in a packed batch
@@ -194,8 +194,8 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
     const TileSlot slot(tiles);
     TileWork& w = s.tile[slot.stage];
     timeline.tile(tiles, SchedulerTile::kAwaitRequest);
-    bool stop;
-    if (tiles > 0) {
+    bool described = tiles == 0;
+    if (!described) {
       if (!a.prefetch_tiles) ptx::mbarrier_wait(shared_address(&s.tile_wanted), tiles - 1 & 1);
       timeline.tile(tiles, SchedulerTile::kTake);
       if (elected) take_index();
@@ -204,18 +204,17 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
       if constexpr (kGuardedTiles) {
         ptx::mbarrier_wait(shared_address(&s.tile_empty[slot.stage]), slot.parity ^ 1);
       }
-      timeline.tile(tiles, SchedulerTile::kHand);
-      stop = !fill_in<Config>(a, s.queue, w);
-    } else {
-      timeline.tile(tiles, SchedulerTile::kHand);
-      stop = w.stop;
     }
-    while (!stop && w.range.begin >= w.range.end) {
+    timeline.tile(tiles, SchedulerTile::kHand);
+    bool stop;
+    while (true) {
+      stop = described ? w.stop : !fill_in<Config>(a, s.queue, w);
+      if (stop || w.range.begin < w.range.end) break;
       store_empty<Config>(a, w);
       __syncwarp();
       if (elected) take_index();
       __syncwarp();
-      stop = !fill_in<Config>(a, s.queue, w);
+      described = false;
     }
     if (stop) {
       timeline.finish(s.queue.tiles, 0);
@@ -224,8 +223,10 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
     }
     if (elected) w.stop = stop;
     inject(Fault::kTile, s.queue.tiles);
-    // Every lane arrives, since every lane wrote a part.
-    ptx::mbarrier_arrive(shared_address(&s.tile_full[TileSlot(s.queue.tiles).stage]));
+    if constexpr (!kEveryLaneArrives) __syncwarp();
+    if (kEveryLaneArrives || elected) {
+      ptx::mbarrier_arrive(shared_address(&s.tile_full[TileSlot(s.queue.tiles).stage]));
+    }
     if (stop) break;
     __syncwarp();
     if (elected) ++s.queue.tiles;
