@@ -34,6 +34,8 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
     // Some tiles have 64 rows less. They come last and balance the end of the launch.
     a.order.last = std::min(a.order.heads, ceil_div(device.sms, std::max(m_blocks, 1)));
   }
+  a.section = Divisor::of(a.order.section);
+  a.section_tiles = Divisor::of(std::max(a.order.section * m_blocks, 1));
   const int64_t tiles = a.order.tiles();
   // The sequences of a packed batch have at most `tiles` tiles, and usually far fewer.
   if (tiles > kMostTiles && !p.packed()) return cudaErrorInvalidConfiguration;
