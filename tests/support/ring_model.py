@@ -28,7 +28,8 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-WRITING, READY = 0, 1  # buffer states; -1 - i: a copy in flight that signals barrier i
+# Buffer states; -1 - i: a copy in flight that signals barrier i, and reads a source, see `flight`.
+WRITING, READY = 0, 1
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,16 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Barrier:
-    """One mbarrier per stage, with an arrival count. Use n completes phase n // stages."""
+    """One mbarrier per stage, with an arrival count. Use n completes phase n // stages.
+
+    `counts`: a wait compares the number of the phase and not its parity, as a ticket in global
+    memory does.
+    """
 
     name: str
     stages: int
     count: int = 1
+    counts: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,8 @@ class Op:
     buffer: Buffer | None = None
     before: int = 0
     options: int = 0
+    copies: int = 0
+    source: Buffer | None = None
 
 
 Step = Generator[Op, Any, Any]
@@ -89,6 +97,24 @@ def publish(barrier: Barrier, n: int, writes: Buffer) -> Op:
 def copy(buffer: Buffer, n: int, barrier: Barrier) -> Op:
     """Arrive with the bytes to expect, and issue a copy that completes them when it lands."""
     return Op("copy", n, barrier, buffer)
+
+
+def read(buffer: Buffer, n: int) -> Op:
+    """Begin or end a read of the buffer of use n, without a barrier."""
+    return Op("read", n, buffer=buffer)
+
+
+def expect(barrier: Barrier, n: int, copies: int, writes: Buffer | None = None) -> Op:
+    """Arrive with the bytes of copies that others send; end a write of the buffer."""
+    return Op("expect", n, barrier, writes, copies=copies)
+
+
+def send(buffer: Buffer, n: int, barrier: Barrier, source: Buffer | None = None) -> Op:
+    """Issue a copy that completes bytes of the barrier, without an arrival, when it lands.
+
+    Until then it reads `source` of use n.
+    """
+    return Op("send", n, barrier, buffer, source=source)
 
 
 def choose(options: int = 2) -> Op:
@@ -147,7 +173,10 @@ class Explorer:
             first = self.instances.index(role)
             self.copies += [(first, first + role.copies)] if role.copies > 1 else []
         self.counts = [b.count for b in model.barriers for _ in range(b.stages)]
+        self.barrier_stages = [b.stages for b in model.barriers for _ in range(b.stages)]
         self.buffer_names = [b.name for b in model.buffers for _ in range(b.stages)]
+        self.previous_barrier = _previous(model.barriers)
+        self.previous_buffer = _previous(model.buffers)
         # Places: between two operations of a role's step.
         self.places: list[tuple[Role, int, Any, tuple[Any, ...]]] = []
         self.place_of: dict[tuple[str, int, Any, tuple[Any, ...]], int] = {}
@@ -216,6 +245,8 @@ class Explorer:
         assert op.barrier is not None
         stages = op.barrier.stages
         phase = barriers[self.barrier_at[op.barrier.name] + op.n % stages][0]
+        if op.barrier.counts:
+            return phase > op.n // stages - op.before
         return (phase & 1) != (op.n // stages - op.before & 1)
 
     def check_read(self, op: Op, buffers: Any) -> None:
@@ -233,27 +264,45 @@ class Explorer:
             return None
         barriers, buffers = list(old_barriers), list(old_buffers)
         at = self.buffer_at[op.buffer.name] + op.n % op.buffer.stages if op.buffer else -1
-        if op.kind in ("wait", "arrive"):
+        if op.kind in ("wait", "arrive", "read"):
             self.check_read(op, buffers)
-        if op.kind == "arrive":
-            self.arrive(op, barriers, 0)
-        elif op.kind in ("write", "copy"):
+        if op.kind in ("write", "copy", "send"):
             assert op.buffer is not None
             if buffers[at][1] < READY:
                 raise Wrong(f"writes {op.buffer.name} of use {op.n} while it is being written")
-            buffers[at] = (op.n, WRITING)
-            if op.kind == "copy":
-                assert op.barrier is not None
-                stage = self.barrier_at[op.barrier.name] + op.n % op.barrier.stages
-                buffers[at] = (op.n, -1 - stage)
-                self.arrive(op, barriers, 1)
-        elif op.kind == "publish":
-            assert op.buffer is not None
+            buffers[at] = (op.n, WRITING if op.kind == "write" else self.flight(op))
+        elif op.kind in ("publish", "expect") and op.buffer is not None:
             if buffers[at] != (op.n, WRITING):
                 raise Wrong(f"publishes {op.buffer.name} of use {op.n}: it has {buffers[at][0]}")
             buffers[at] = (op.n, READY)
-            self.arrive(op, barriers, 0)
+        if op.kind in ("arrive", "publish", "copy", "expect"):
+            self.arrive(op, barriers, 1 if op.kind == "copy" else op.copies)
         return tuple(barriers), tuple(buffers)
+
+    def flight(self, op: Op) -> int:
+        """The state of a buffer while a copy into it is in flight."""
+        assert op.barrier is not None
+        barrier = self.barrier_at[op.barrier.name] + op.n % op.barrier.stages
+        if op.source is None:
+            return -1 - barrier
+        source = self.buffer_at[op.source.name] + op.n % op.source.stages
+        return -1 - barrier - (source + 1) * len(self.counts)
+
+    def land(self, at: int, state: State) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Barriers and buffers after the copy into buffer `at` has landed."""
+        _, old_barriers, buffers = state
+        use, flight = buffers[at]
+        source, b = divmod(-1 - flight, len(self.counts))
+        name, barriers = self.buffer_names[at], list(old_barriers)
+        if source and buffers[source - 1] != (use, READY):
+            other = buffers[source - 1][0]
+            raise Wrong(f"{name} of use {use} lands; its source has use {other}")
+        phase, pending, expected = barriers[b]
+        if phase != use // self.barrier_stages[b]:
+            raise Wrong(f"{name} of use {use} lands in another phase of its barrier")
+        barriers[b] = (phase, pending, expected - 1)
+        self.complete(barriers, b, self.counts[b])
+        return tuple(barriers), (*buffers[:at], (use, READY), *buffers[at + 1 :])
 
     def successors(self, state: State) -> Iterator[tuple[int, Op | int, State | str]]:
         """Every next state, or the fault, after an operation of a role or a completed copy.
@@ -280,13 +329,10 @@ class Explorer:
                 yield number, op, (places, *changed)
         for at, (use, flight) in enumerate(buffers):
             if flight < 0:
-                b = -1 - flight
-                new_barriers = list(barriers)
-                phase, pending, expected = barriers[b]
-                new_barriers[b] = (phase, pending, expected - 1)
-                self.complete(new_barriers, b, self.counts[b])
-                landed = (*buffers[:at], (use, READY), *buffers[at + 1 :])
-                yield at, use, (roles, tuple(new_barriers), landed)
+                try:
+                    yield at, use, (roles, *self.land(at, state))
+                except Wrong as wrong:
+                    yield at, use, str(wrong)
 
     def text(self, number: int, event: Op | int) -> str:
         if isinstance(event, int):
@@ -315,12 +361,22 @@ class Explorer:
             at = 0
             for buffer in self.model.buffers:
                 first, *rest = buffers[at : at + buffer.stages]
-                moved_buffers += [(use - 1, _rotated(s, self.model)) for use, s in (*rest, first)]
+                moved_buffers += [(use - 1, self.rotated(s)) for use, s in (*rest, first)]
                 at += buffer.stages
             barriers, buffers = tuple(moved_barriers), tuple(moved_buffers)
         for first, last in self.copies:
             roles = (*roles[:first], *sorted(roles[first:last]), *roles[last:])
         return roles, barriers, buffers
+
+    def rotated(self, state: int) -> int:
+        """A buffer's state after every barrier and buffer has moved to the previous stage."""
+        if state >= 0:
+            return state
+        source, barrier = divmod(-1 - state, len(self.counts))
+        code = self.previous_barrier[barrier]
+        return -1 - code - (self.previous_buffer[source - 1] + 1 if source else 0) * len(
+            self.counts
+        )
 
     def explore(self, max_states: int) -> Result:
         seen: dict[State, State | None] = {self.canonical(s): None for s in self.starts()}
@@ -373,18 +429,13 @@ def _offsets(arrays: tuple[Any, ...]) -> dict[str, int]:
     return offsets
 
 
-def _rotated(state: int, model: Model) -> int:
-    """A buffer's state after every barrier has moved to the previous stage."""
-    if state >= 0:
-        return state
-    at = -1 - state
-    first = 0
-    for barrier in model.barriers:
-        if at < first + barrier.stages:
-            stage = (at - first - 1) % barrier.stages
-            return -1 - (first + stage)
-        first += barrier.stages
-    raise AssertionError(state)
+def _previous(arrays: tuple[Any, ...]) -> list[int]:
+    """For each stage of each array, the place of the stage before, wrapped round."""
+    places: list[int] = []
+    for array in arrays:
+        first = len(places)
+        places += [first + (stage - 1) % array.stages for stage in range(array.stages)]
+    return places
 
 
 VERBS = {
@@ -393,6 +444,9 @@ VERBS = {
     "write": "writes",
     "publish": "publishes on",
     "copy": "copies, to complete",
+    "read": "reads",
+    "expect": "expects bytes on",
+    "send": "sends, to complete",
 }
 
 
@@ -402,9 +456,9 @@ def describe(op: Op | None) -> str:
     array = op.barrier or op.buffer
     assert array is not None
     text = f"{verb} {array.name} of use {op.n - op.before * array.stages}"
-    if op.buffer is None or op.kind in ("write", "publish"):
+    if op.buffer is None or op.kind in ("write", "publish", "expect", "read"):
         return text
-    return f"{text}, {'into' if op.kind == 'copy' else 'reads'} {op.buffer.name}"
+    return f"{text}, {'into' if op.kind in ('copy', 'send') else 'reads'} {op.buffer.name}"
 
 
 def explore(model: Model, max_states: int = 2_000_000) -> Result:

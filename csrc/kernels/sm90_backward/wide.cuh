@@ -34,8 +34,8 @@ __device__ __forceinline__ void init_barriers(WideShared<Config>& s) {
   for (uint64_t& barrier : s.q_empty) init(barrier, kWarps);
   for (uint64_t& barrier : s.dout_full) init(barrier, 1);
   for (uint64_t& barrier : s.dout_empty) init(barrier, 2 * kWarps);
-  init(s.weights_full, 4);
-  init(s.weights_empty, 4);
+  init(s.weights_full, (kEveryLaneArrives ? 32 : 1) * 4);
+  init(s.weights_empty, (kEveryLaneArrives ? 32 : 1) * 4);
   for (uint64_t& barrier : s.ds_full) init(barrier, 1);
   for (uint64_t& barrier : s.ds_empty) init(barrier, kWarps);
   ptx::fence_mbarrier_init();

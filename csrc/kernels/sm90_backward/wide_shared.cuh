@@ -138,7 +138,8 @@ class WideRole {
   // One arrival a warp, after all of its lanes have read or written.
   __device__ __forceinline__ static void release(uint64_t& barrier) {
     __syncwarp();
-    ptx::mbarrier_arrive_if(ptx::shared_address(&barrier), threadIdx.x % 32 == 0);
+    ptx::mbarrier_arrive_if(ptx::shared_address(&barrier),
+                            kEveryLaneArrives || threadIdx.x % 32 == 0);
   }
   // The same at each rank's barrier.
   __device__ __forceinline__ static void release_ranks(uint64_t& barrier) {
