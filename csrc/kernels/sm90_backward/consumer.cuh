@@ -73,6 +73,8 @@ class BackwardConsumer {
       ptx::wgmma_wait<1>();
       ptx::pin_registers(dp);
       score_gradients(slot, i, p, packed_p, dp, packed_ds);
+      if (!kGuardedRing) release(s.empty[slot.stage]);
+      inject(Fault::kRelease, 2 * i);
       issue_key_gradient<Config>(dk, packed_ds, queries(s.q, slot));
       advance_block();
       ptx::wgmma_wait<1>();  // for dV: frees the registers of P
@@ -81,8 +83,9 @@ class BackwardConsumer {
       if (i + 1 < steps) await_queries(next);
       issue_scores<Config>(p, keys(s.k), queries(s.q, next));
       ptx::wgmma_wait<1>();  // for dK: frees the registers of dS
-      release(s.empty[slot.stage]);
+      if (kGuardedRing) release(s.empty[slot.stage]);
       await_scores(i);
+      inject(Fault::kRelease, 2 * i + 1);
       issue_query_gradient<Config>(dq, scores(i), key_columns());
       ptx::wgmma_wait<1>();
       ptx::pin_registers(p);
@@ -156,6 +159,7 @@ class BackwardConsumer {
     }
     store_scores<Config>(ptx::shared_address(s.ds[i & 1][consumer]), packed);
     ptx::fence_proxy_async();
+    inject(Fault::kScores, i);
     release(s.ds_full[i & 1]);
     pass_query_gradient(i - 1);
   }

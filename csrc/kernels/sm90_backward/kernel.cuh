@@ -45,6 +45,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
     for (uint64_t& full : s.ds_full) ptx::mbarrier_init(shared_address(&full), kWarps);
     ptx::fence_mbarrier_init();
+    init_late_copies(s);
   }
   __syncthreads();
   // The kernel before writes the statistics and zeroes dQ. Each thread block waits for it, even if
@@ -61,6 +62,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else if (warp <= Config::kConsumers) {
       write_query_gradients<Config>(a, s, warp - 1);
     }
+#ifdef ATTNSCOPE_FAULTS
+    if (warp == 3) {
+      issue_late_copies(s, [&](const LateCopy& copy) { issue_late_copy<Config>(a, s, copy); });
+    }
+#endif
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     BackwardConsumer<Config>(a, s).run();

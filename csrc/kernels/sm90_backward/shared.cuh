@@ -60,6 +60,19 @@ struct alignas(128) KeyTile {
   BlockRange consumer[2];  // full_begin, full_end: where all rows see all of a consumer's 64 keys
 };
 
+// What a producer loads.
+enum class Operand { kK, kV, kQ, kDout };
+
+#ifdef ATTNSCOPE_FAULTS
+// A delayed copy. The producer fills it in; a separate thread issues it.
+struct LateCopy {
+  int ready, done;
+  Operand operand;
+  int stage, head, block;
+  uint32_t start, cycles;
+};
+#endif
+
 // Barriers are named by the event that completes them.
 template <class Config>
 struct BackwardShared {
@@ -85,6 +98,9 @@ struct BackwardShared {
   uint64_t ds_full[2];
   uint64_t dq_full[Config::kConsumers];
   uint64_t dq_empty[Config::kConsumers];
+#ifdef ATTNSCOPE_FAULTS
+  LateCopy late_copy;
+#endif
 };
 
 struct BackwardArguments {

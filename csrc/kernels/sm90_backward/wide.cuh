@@ -50,6 +50,8 @@ __global__ void __cluster_dims__(Config::kRanks, 1, 1) __launch_bounds__(Config:
 
   if (threadIdx.x == 0) {
     init_barriers<Config>(s);
+    init_late_copies(s);
+    inject(Fault::kTile, 0);
     if (a.tickets != nullptr && rank == 0) s.index = ptx::atomic_add(a.counter, 1);
   }
   ptx::cluster_sync();  // also before a block writes to the other's shared memory
@@ -68,6 +70,12 @@ __global__ void __cluster_dims__(Config::kRanks, 1, 1) __launch_bounds__(Config:
   if (threadIdx.x < 128) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     if (threadIdx.x == 0 && any && s.tile.begin < s.tile.end) produce_wide<Config>(a, s, rank);
+#ifdef ATTNSCOPE_FAULTS
+    if (threadIdx.x == 96 && any && s.tile.begin < s.tile.end) {
+      issue_late_copies(s,
+                        [&](const LateCopy& copy) { issue_late_copy<Config>(a, s, rank, copy); });
+    }
+#endif
     __syncwarp();
     ptx::cluster_sync();
   } else if (threadIdx.x < 256) {

@@ -38,6 +38,7 @@ class QueryConsumer : WideRole<Config> {
       for (int j = 0; j < products; ++j) {
         const int column = column_block(j);
         Gradient dq;
+        inject(Fault::kRelease, 2 * i + j);
         issue_query_gradient(dq, slot.stage, column);
         ptx::wgmma_wait<0>();
         ptx::pin_registers(dq);
@@ -111,6 +112,7 @@ class QueryConsumer : WideRole<Config> {
       ptx::fence_proxy_async();
       __syncwarp();
       if (lane == 0) {
+        inject(Fault::kAdd, place * kColumnBlocks * 2 + column * 2 + i);
         ptx::bulk_add(gradient + i / 8 * Config::kPartFloats + i % 8 * 128, staging, 2048);
         ptx::tma_store_commit();
       }
@@ -138,6 +140,7 @@ class QueryConsumer : WideRole<Config> {
     ptx::fence_proxy_async_global();
     __threadfence();
     __syncwarp();
+    inject(Fault::kTurn, place * kColumnBlocks + column);
     if (threadIdx.x % 32 == 0) ptx::release_add(ticket(column));
   }
   __device__ __forceinline__ int* ticket(int column) const {

@@ -98,6 +98,9 @@ struct WideShared {
   uint64_t weights_full, weights_empty;
   uint64_t ds_full[kScoreBuffers];   // dS of all ranks
   uint64_t ds_empty[kScoreBuffers];  // *
+#ifdef ATTNSCOPE_FAULTS
+  LateCopy late_copy;
+#endif
 };
 
 // What the three consumers do alike.
