@@ -55,6 +55,7 @@ constexpr bool kEveryLaneArrives = true;
 #else
 constexpr bool kEveryLaneArrives = false;
 #endif
+constexpr int kWarpArrivals = kEveryLaneArrives ? 32 : 1;
 
 #ifdef ATTNSCOPE_FAULTS
 

@@ -374,8 +374,8 @@ class Explorer:
             return state
         source, barrier = divmod(-1 - state, len(self.counts))
         code = self.previous_barrier[barrier]
-        return -1 - code - (self.previous_buffer[source - 1] + 1 if source else 0) * len(
-            self.counts
+        return (
+            -1 - code - (self.previous_buffer[source - 1] + 1 if source else 0) * len(self.counts)
         )
 
     def explore(self, max_states: int) -> Result:

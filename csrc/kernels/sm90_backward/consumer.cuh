@@ -201,7 +201,8 @@ class BackwardConsumer {
   // One arrival a warp, after all of its lanes have read or written. Predicated, as in the forward.
   __device__ __forceinline__ static void release(uint64_t& barrier) {
     __syncwarp();
-    ptx::mbarrier_arrive_if(ptx::shared_address(&barrier), threadIdx.x % 32 == 0);
+    ptx::mbarrier_arrive_if(ptx::shared_address(&barrier),
+                            kEveryLaneArrives || threadIdx.x % 32 == 0);
   }
 
   // This consumer's 64 rows of K or V.

@@ -37,13 +37,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     for (int i = 0; i < Config::kStages; ++i) {
       ptx::mbarrier_init(shared_address(&s.q_full[i]), 1);
       ptx::mbarrier_init(shared_address(&s.dout_full[i]), 1);
-      ptx::mbarrier_init(shared_address(&s.empty[i]), kWarps);
+      ptx::mbarrier_init(shared_address(&s.empty[i]), kWarps * kWarpArrivals);
     }
     for (int i = 0; i < Config::kConsumers; ++i) {
       ptx::mbarrier_init(shared_address(&s.dq_full[i]), 4);
       ptx::mbarrier_init(shared_address(&s.dq_empty[i]), 1);
     }
-    for (uint64_t& full : s.ds_full) ptx::mbarrier_init(shared_address(&full), kWarps);
+    for (uint64_t& full : s.ds_full) {
+      ptx::mbarrier_init(shared_address(&full), kWarps * kWarpArrivals);
+    }
     ptx::fence_mbarrier_init();
     init_late_copies(s);
   }

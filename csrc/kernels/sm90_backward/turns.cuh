@@ -22,8 +22,7 @@ namespace attnscope::sm90 {
 __device__ __forceinline__ void await_turn(const BackwardArguments& a, const int* ticket,
                                            int turn) {
   inject(Fault::kTurn, turn);
-  if (!kGuardedRing) return;
-  while (ptx::load_acquire(ticket) < turn && a.counter[1] == 0) {
+  while (kGuardedRing && ptx::load_acquire(ticket) < turn && a.counter[1] == 0) {
   }
 }
 

@@ -27,17 +27,18 @@ __device__ __forceinline__ void init_barriers(WideShared<Config>& s) {
   const auto init = [](uint64_t& barrier, int arrivals) {
     ptx::mbarrier_init(shared_address(&barrier), arrivals);
   };
-  constexpr int kWarps = 4 * Config::kRanks;  // of one warpgroup of each rank
+  // Of one warpgroup of each rank.
+  constexpr int kArrivals = 4 * Config::kRanks * kWarpArrivals;
   init(s.k_full, 1);
   init(s.v_full, 1);
   for (uint64_t& barrier : s.q_full) init(barrier, 1);
-  for (uint64_t& barrier : s.q_empty) init(barrier, kWarps);
+  for (uint64_t& barrier : s.q_empty) init(barrier, kArrivals);
   for (uint64_t& barrier : s.dout_full) init(barrier, 1);
-  for (uint64_t& barrier : s.dout_empty) init(barrier, 2 * kWarps);
-  init(s.weights_full, (kEveryLaneArrives ? 32 : 1) * 4);
-  init(s.weights_empty, (kEveryLaneArrives ? 32 : 1) * 4);
+  for (uint64_t& barrier : s.dout_empty) init(barrier, 2 * kArrivals);
+  init(s.weights_full, 4 * kWarpArrivals);
+  init(s.weights_empty, 4 * kWarpArrivals);
   for (uint64_t& barrier : s.ds_full) init(barrier, 1);
-  for (uint64_t& barrier : s.ds_empty) init(barrier, kWarps);
+  for (uint64_t& barrier : s.ds_empty) init(barrier, kArrivals);
   ptx::fence_mbarrier_init();
 }
 

@@ -148,9 +148,11 @@ class WideRole {
   __device__ __forceinline__ static void release_ranks(uint64_t& barrier) {
     const int lane = threadIdx.x % 32;
     __syncwarp();
-    ptx::cluster_arrive_if(
-        ptx::cluster_address(ptx::shared_address(&barrier), lane % Config::kRanks),
-        lane < Config::kRanks);
+    for (int i = 0; i < (kEveryLaneArrives ? Config::kRanks : 1); ++i) {
+      ptx::cluster_arrive_if(
+          ptx::cluster_address(ptx::shared_address(&barrier), (lane + i) % Config::kRanks),
+          kEveryLaneArrives || lane < Config::kRanks);
+    }
   }
 
   // Zeroes rows of `blocks` column blocks from `first` on: they belong to another sequence, may
