@@ -5,8 +5,8 @@
 // Late copies   Another warp issues a copy that is late, since the producer must go on to later
 //               copies. The mailbox has room for one.
 // Planted       -DATTNSCOPE_UNGUARDED_RING removes the guard of attn/ring.cuh, to test that the
-//               stress finds the race. In the backward it releases Q before its last read, and adds
-//               dQ out of turn.
+//               stress finds the race. In the backward, dS may be overwritten before its last read,
+//               and dQ is added out of turn.
 //               -DATTNSCOPE_PLANTED_RACE lets the scheduler write a tile's description without
 //               waiting for its readers, to test that racecheck finds it.
 #pragma once

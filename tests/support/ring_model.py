@@ -59,19 +59,22 @@ class Op:
     kind: str
     n: int = 0
     barrier: Barrier | None = None
-    buffer: Buffer | None = None
+    buffer: Buffer | None = None  # written
+    reads: tuple[Buffer, ...] = ()
     before: int = 0
     options: int = 0
     copies: int = 0
     source: Buffer | None = None
+    parts: tuple[Op, ...] = ()
 
 
 Step = Generator[Op, Any, Any]
+Buffers = Buffer | tuple[Buffer, ...] | None
 
 
-def wait(barrier: Barrier, n: int, reads: Buffer | None = None) -> Op:
-    """Wait until use n has completed its phase; then begin to read the buffer of use n."""
-    return Op("wait", n, barrier, reads)
+def wait(barrier: Barrier, n: int, reads: Buffers = None) -> Op:
+    """Wait until use n has completed its phase; then begin to read the buffers of use n."""
+    return Op("wait", n, barrier, reads=_several(reads))
 
 
 def wait_before(barrier: Barrier, n: int) -> Op:
@@ -79,9 +82,9 @@ def wait_before(barrier: Barrier, n: int) -> Op:
     return Op("wait", n, barrier, before=1)
 
 
-def arrive(barrier: Barrier, n: int, reads: Buffer | None = None) -> Op:
-    """End a read of the buffer, and arrive for use n."""
-    return Op("arrive", n, barrier, reads)
+def arrive(barrier: Barrier, n: int, reads: Buffers = None) -> Op:
+    """End a read of the buffers, and arrive for use n."""
+    return Op("arrive", n, barrier, reads=_several(reads))
 
 
 def write(buffer: Buffer, n: int) -> Op:
@@ -99,9 +102,9 @@ def copy(buffer: Buffer, n: int, barrier: Barrier) -> Op:
     return Op("copy", n, barrier, buffer)
 
 
-def read(buffer: Buffer, n: int) -> Op:
-    """Begin or end a read of the buffer of use n, without a barrier."""
-    return Op("read", n, buffer=buffer)
+def read(buffers: Buffers, n: int) -> Op:
+    """Begin or end a read of the buffers of use n, without a barrier."""
+    return Op("read", n, reads=_several(buffers))
 
 
 def expect(barrier: Barrier, n: int, copies: int, writes: Buffer | None = None) -> Op:
@@ -117,9 +120,22 @@ def send(buffer: Buffer, n: int, barrier: Barrier, source: Buffer | None = None)
     return Op("send", n, barrier, buffer, source=source)
 
 
+def together(*ops: Op) -> Op:
+    """All operations as one step of the exploration. Only the first may wait.
+
+    It saves states, and hides no fault where each operation has an effect that later ones cannot
+    undo: ends of reads, writes and arrivals.
+    """
+    return Op("together", parts=ops)
+
+
 def choose(options: int = 2) -> Op:
     """Take any of the options: the yield returns its number."""
     return Op("choose", options=options)
+
+
+def _several(buffers: Buffers) -> tuple[Buffer, ...]:
+    return () if buffers is None else buffers if isinstance(buffers, tuple) else (buffers,)
 
 
 @dataclass(frozen=True)
@@ -249,23 +265,30 @@ class Explorer:
             return phase > op.n // stages - op.before
         return (phase & 1) != (op.n // stages - op.before & 1)
 
-    def check_read(self, op: Op, buffers: Any) -> None:
-        if op.buffer is None:
-            return
-        use, state = buffers[self.buffer_at[op.buffer.name] + op.n % op.buffer.stages]
-        if (use, state) != (op.n, READY):
-            has = "is being written with" if state < READY else "has"
-            raise Wrong(f"reads {op.buffer.name} of use {op.n}; the buffer {has} use {use}")
+    def check_reads(self, op: Op, buffers: Any) -> None:
+        for buffer in op.reads:
+            use, state = buffers[self.buffer_at[buffer.name] + op.n % buffer.stages]
+            if (use, state) != (op.n, READY):
+                has = "is being written with" if state < READY else "has"
+                raise Wrong(f"reads {buffer.name} of use {op.n}; the buffer {has} use {use}")
 
     def apply(self, op: Op, state: State) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
         """Barriers and buffers after an operation; None if it waits."""
-        _, old_barriers, old_buffers = state
+        roles, old_barriers, old_buffers = state
+        if op.kind == "together":
+            changed = None
+            for part in op.parts:
+                changed = self.apply(part, state)
+                if changed is None:
+                    assert part is op.parts[0], "only the first operation may wait"
+                    return None
+                state = (roles, *changed)
+            return changed
         if op.kind == "wait" and not self.passes(op, old_barriers):
             return None
         barriers, buffers = list(old_barriers), list(old_buffers)
         at = self.buffer_at[op.buffer.name] + op.n % op.buffer.stages if op.buffer else -1
-        if op.kind in ("wait", "arrive", "read"):
-            self.check_read(op, buffers)
+        self.check_reads(op, buffers)
         if op.kind in ("write", "copy", "send"):
             assert op.buffer is not None
             if buffers[at][1] < READY:
@@ -444,7 +467,6 @@ VERBS = {
     "write": "writes",
     "publish": "publishes on",
     "copy": "copies, to complete",
-    "read": "reads",
     "expect": "expects bytes on",
     "send": "sends, to complete",
 }
@@ -452,13 +474,18 @@ VERBS = {
 
 def describe(op: Op | None) -> str:
     assert op is not None
-    verb = VERBS[op.kind]
+    if op.kind == "together":
+        return "; ".join(map(describe, op.parts))
+    reads = "reads " + " and ".join(buffer.name for buffer in op.reads)
+    if op.kind == "read":
+        return f"{reads} of use {op.n}"
     array = op.barrier or op.buffer
     assert array is not None
-    text = f"{verb} {array.name} of use {op.n - op.before * array.stages}"
-    if op.buffer is None or op.kind in ("write", "publish", "expect", "read"):
-        return text
-    return f"{text}, {'into' if op.kind in ('copy', 'send') else 'reads'} {op.buffer.name}"
+    text = f"{VERBS[op.kind]} {array.name} of use {op.n - op.before * array.stages}"
+    if op.kind in ("copy", "send"):
+        assert op.buffer is not None
+        return f"{text}, into {op.buffer.name}"
+    return f"{text}, {reads}" if op.reads else text
 
 
 def explore(model: Model, max_states: int = 2_000_000) -> Result:

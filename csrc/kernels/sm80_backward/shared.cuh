@@ -93,11 +93,10 @@ __device__ __forceinline__ void group_barrier() {
   ptx::named_barrier(1 + kGroup, Config::kGroupThreads);
 }
 
-// Among all threads; the groups reach it at different places. Not barrier 0, which synccheck
-// expects at one place.
+// Among all threads; the groups reach it at different places.
 template <class Config>
 __device__ __forceinline__ void block_barrier() {
-  ptx::named_barrier(3, 2 * Config::kGroupThreads);
+  ptx::named_barrier(0, 2 * Config::kGroupThreads);
 }
 
 }  // namespace attnscope::sm80

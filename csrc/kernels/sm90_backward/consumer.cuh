@@ -73,7 +73,6 @@ class BackwardConsumer {
       ptx::wgmma_wait<1>();
       ptx::pin_registers(dp);
       score_gradients(slot, i, p, packed_p, dp, packed_ds);
-      if (!kGuardedRing) release(s.empty[slot.stage]);
       inject(Fault::kRelease, 2 * i);
       issue_key_gradient<Config>(dk, packed_ds, queries(s.q, slot));
       advance_block();
@@ -83,7 +82,7 @@ class BackwardConsumer {
       if (i + 1 < steps) await_queries(next);
       issue_scores<Config>(p, keys(s.k), queries(s.q, next));
       ptx::wgmma_wait<1>();  // for dK: frees the registers of dS
-      if (kGuardedRing) release(s.empty[slot.stage]);
+      release(s.empty[slot.stage]);
       await_scores(i);
       inject(Fault::kRelease, 2 * i + 1);
       issue_query_gradient<Config>(dq, scores(i), key_columns());
@@ -157,7 +156,7 @@ class BackwardConsumer {
     } else {
       make_score_gradients<Config, false>(p, packed_p, dp, packed, s.delta[slot.stage]);
     }
-    store_scores<Config>(ptx::shared_address(s.ds[i & 1][consumer]), packed);
+    store_scores<Config>(ptx::shared_address(s.ds[buffer(i)][consumer]), packed);
     ptx::fence_proxy_async();
     inject(Fault::kScores, i);
     release(s.ds_full[i & 1]);
@@ -221,11 +220,14 @@ class BackwardConsumer {
     return {ptx::shared_address(ring) + slot.stage * Config::kQueryBytes,
             kBlockM * Config::kRowBytes};
   }
+  // The buffer of dS of a step.
+  __device__ __forceinline__ static int buffer(int i) { return kGuardedRing ? i & 1 : 0; }
   // The rows of dS for this consumer's part of dQ.
   __device__ __forceinline__ ptx::WgmmaDescriptor scores(int i) const {
     const int first = Config::kSplitRows ? consumer * 64 * Config::kRowBytes : 0;
-    return {ptx::shared_address(s.ds) + (i & 1) * Config::kConsumers * Config::kScoreBytes + first,
-            16};
+    return {
+        ptx::shared_address(s.ds) + buffer(i) * Config::kConsumers * Config::kScoreBytes + first,
+        16};
   }
 
   const BackwardArguments& a;

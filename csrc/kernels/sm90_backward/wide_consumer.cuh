@@ -207,14 +207,13 @@ class KeyConsumer : WideConsumer<Config> {
         wait(s.q_full[slot.stage], slot.parity);
         score_gradients(dp, ds, i);
         Base::clear_queries(s.q[slot.stage], kBarrier);
-        if (!kGuardedRing) Base::release_ranks(s.q_empty[slot.stage]);
         inject(Fault::kRelease, 2 * i);
         Base::issue_gradient(dk, ds, Base::descriptor(s.q[0], slot.stage));
         if (i + 1 == steps) break;
         issue_gradients(dp, i + 1);
         ptx::wgmma_wait<1>();
         // The other consumer has done with Q and its statistics: it has passed on P.
-        if (kGuardedRing) Base::release_ranks(s.q_empty[slot.stage]);
+        Base::release_ranks(s.q_empty[slot.stage]);
         Base::advance_block();
         ptx::wgmma_wait<0>();
         ptx::pin_registers(dp);

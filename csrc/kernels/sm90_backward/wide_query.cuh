@@ -38,11 +38,12 @@ class QueryConsumer : WideRole<Config> {
       for (int j = 0; j < products; ++j) {
         const int column = column_block(j);
         Gradient dq;
+        if (!kGuardedRing && j + 1 == products) Base::release_ranks(s.ds_empty[slot.stage]);
         inject(Fault::kRelease, 2 * i + j);
         issue_query_gradient(dq, slot.stage, column);
         ptx::wgmma_wait<0>();
         ptx::pin_registers(dq);
-        if (j + 1 == products) Base::release_ranks(s.ds_empty[slot.stage]);
+        if (kGuardedRing && j + 1 == products) Base::release_ranks(s.ds_empty[slot.stage]);
         await_turn(column);
         add(dq, column);
         finish_turn(column);

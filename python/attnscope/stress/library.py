@@ -60,7 +60,7 @@ def build(variant: str = "faults") -> Path:
     """Build a variant of the CUDA library and return its path; seconds where it is current.
 
     `faults` has injected delays; `faults-unguarded` also lacks the invariant of
-    csrc/attn/ring.cuh, and its backward releases Q and adds dQ too early. `racecheck` arrives at
+    csrc/attn/ring.cuh, and its backward overwrites dS and adds dQ too early. `racecheck` arrives at
     barriers in a way that racecheck follows; `planted-race` also has a race for it to find
     (csrc/attn/faults.cuh).
     Raises ValueError outside the source tree or where the build fails.

@@ -113,14 +113,16 @@ def forward_subject(case: Case, device: str = "cuda", impl: str = "cuda-sm90") -
 def backward_subject(
     case: Case, deterministic: bool, device: str = "cuda", impl: str = "cuda-sm90"
 ) -> Subject:
+    forward = "cpu" if impl == "cpu" else "cuda-sm90"
+
     def start(seed: int) -> Callable[[], Tensors]:
         inputs = make_inputs(case, "normal", seed, device)
-        upstream = call(case, inputs, impl) + make_output_gradients(case, "normal", seed, device)
+        upstream = call(case, inputs, forward) + make_output_gradients(case, "normal", seed, device)
         return partial(call_backward, case, inputs, upstream, impl, deterministic)
 
     def gradients(dout: Tensor, *rest: Any) -> Any:
         inputs, dlse = rest[:-1], rest[-1]
-        upstream = (*call(case, inputs, impl), dout, dlse)  # type: ignore[arg-type]
+        upstream = (*call(case, inputs, forward), dout, dlse)  # type: ignore[arg-type]
         return call_backward(case, inputs, upstream, impl, deterministic)  # type: ignore[arg-type]
 
     def check(seed: int) -> Verdict:
