@@ -1,7 +1,7 @@
 """The barriers of the Hopper backward kernels, explored state by state: see ring_model.py.
 
-The kernels run a tile once. The models go on without an end, which covers every number of steps; a
-consumer of the narrow kernel may end a tile at any step, and then begins another.
+A thread block works on one tile. The models go on without an end, which covers every number of
+steps; a consumer of the narrow kernel may end a tile at any step, and then begins another.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from ring_model import (
     wait_before,
     write,
 )
-
 
 RANKS = (0, 1)  # thread blocks of a cluster
 
@@ -92,14 +91,9 @@ class Narrow:
         if running:
             yield publish(self.dq_full[writer], n - 1, writes=self.dq[i])
         last = yield choose()
-        if self.missing == "early":  # the build with -DATTNSCOPE_UNGUARDED_RING
-            yield arrive(self.empty, n)
         if not last:
             yield wait(self.q_full, n + 1, reads=self.q)
-        if self.missing == "early":
-            yield read((self.q, self.dout), n)
-        else:
-            yield arrive(self.empty, n, reads=(self.q, self.dout))
+        yield arrive(self.empty, n, reads=(self.q, self.dout))
         if self.missing != "ds_full":
             yield wait(self.ds_full, n, reads=self.ds)
         else:
@@ -201,28 +195,152 @@ class Wide:
         own, copy, to = self.ds[r][r], self.ds[1 - r][r], self.ds_full[1 - r]
         full = expect(self.ds_full[r], n, 1, writes=own)
         yield from self.when("dS", *waits, write(own, n), full, send(copy, n, to, source=own))
-        early = self.released("Q", self.q_empty, n) if self.missing == "early" else []
-        if early:  # the build with -DATTNSCOPE_UNGUARDED_RING
-            yield together(*early)
         yield from self.when("dO", wait(self.dout_full[r], n + 1, reads=self.dout[r]))
-        late = [] if early else self.released("Q", self.q_empty, n)
-        yield from self.when("Q", read(self.q[r], n), *late)
+        released = self.released("Q", self.q_empty, n)
+        yield from self.when("Q", read(self.q[r], n), *released)
         return True
 
     def query(self, r: int, n: int) -> Step:
         yield from self.when("dS", wait(self.ds_full[r], n, reads=self.ds[r]))
         released = self.released("dS", self.ds_empty, n)
-        if self.missing == "both ranks":  # arrives at its own rank alone
-            released = released[r : r + 1] * 2
+        if self.missing == "last read":  # the build with -DATTNSCOPE_UNGUARDED_RING
+            yield from self.when("dS", *released)
+            released = []
         yield from self.when("dS", read(self.ds[r], n), *released)
 
 
-if __name__ == "__main__":
-    import sys, time
-    for args in ((2, 1, 1), (2,2,2,"Q P"),(2,2,2,"dO"),(2,2,2,"dS"),(2,2,2,"Q P dS"),(2,2,2,"Q dO P")):
-        t = time.time()
-        try:
-            r = explore(Wide(*args).model, 400_000)
-        except RuntimeError as e:
-            r = e
-        print(args, r, f"{time.time() - t:.1f} s", flush=True)
+class Turns:
+    """Deterministic calls: key blocks add to the same blocks of queries, and take turns.
+
+    Key block 0 is the last of the sequence: it adds first. Step n is a block of queries: a part of
+    dQ in global memory, and its ticket. A key block is at most `lead` steps ahead of the next one,
+    since a tile has an end. `missing` is what a mutant lacks.
+    """
+
+    def __init__(self, key_blocks: int, lead: int, missing: str = "") -> None:
+        self.missing, self.key_blocks = missing, key_blocks
+        every = range(key_blocks)
+        self.dq = [Buffer(f"dQ in shared memory {i}", 1) for i in every]
+        self.full = [Barrier(f"dq_full {i}", 1) for i in every]
+        self.empty = [Barrier(f"dq_empty {i}", 1) for i in every]
+        self.sums = [Buffer(f"sum through {i}", lead) for i in every]
+        self.ticket = [Barrier(f"ticket {i}", lead, counts=True) for i in every]
+        roles: list[Role] = []
+        for i in every:
+            roles += [Role(f"consumer {i}", lambda n, _, i=i: self.stage(i, n))]
+            roles += [Role(f"writer {i}", lambda n, _, i=i: self.add(i, n))]
+        barriers = (*self.full, *self.empty, *self.ticket)
+        self.model = Model(tuple(roles), (*self.dq, *self.sums), barriers)
+
+    def stage(self, i: int, n: int) -> Step:
+        yield together(wait_before(self.empty[i], n), write(self.dq[i], n))
+        yield publish(self.full[i], n, writes=self.dq[i])
+
+    def add(self, i: int, n: int) -> Step:
+        yield wait(self.full[i], n, reads=self.dq[i])
+        if i and self.missing != "await":
+            yield wait(self.ticket[i - 1], n)
+        if i + 1 < self.key_blocks:
+            yield wait_before(self.ticket[i + 1], n)  # the end of the tile
+        # The addition begins: the one before it must be complete.
+        before = read(self.sums[i - 1], n) if i else read((), n)
+        yield together(before, write(self.sums[i], n))
+        if self.missing == "complete":  # only read from shared memory
+            yield arrive(self.ticket[i], n)
+            yield publish(self.empty[i], n, writes=self.sums[i])
+            return
+        yield publish(self.ticket[i], n, writes=self.sums[i])
+        yield arrive(self.empty[i], n, reads=self.dq[i])
+
+
+def assert_sound(model: Model) -> None:
+    result = explore(model)
+    print(result)  # the number of states
+    assert not result.failure, result
+
+
+def slow(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("consumers", "stages", "warps"), [(1, 2, 1), (1, 3, 1), (2, 2, 1), (1, 2, 2), slow(2, 3, 1)]
+)
+def test_the_narrow_kernel_is_right_in_every_order(consumers, stages, warps):
+    """1,346 states (1 consumer, 2 stages) to 76,068 (2, 2); slow: 344,528 (2, 3)."""
+    assert_sound(Narrow(consumers, stages, warps).model)
+
+
+@pytest.mark.parametrize(
+    ("missing", "wrong"),
+    [
+        ("empty", "producer"),
+        ("dq_empty", "dQ 0"),
+        ("ds_full", "reads dS"),
+        ("second dS", "reads dS"),  # the build with -DATTNSCOPE_UNGUARDED_RING
+    ],
+)
+def test_the_narrow_kernel_needs_each_wait(missing, wrong):
+    result = explore(Narrow(2, 2, missing=missing).model)
+    print(result)
+    assert wrong in result.failure
+
+
+@pytest.mark.parametrize(
+    ("q", "dout", "scores", "rings"),
+    [
+        (2, 2, 2, "Q P"),  # head dim 192
+        (2, 2, 2, "dO"),
+        (2, 2, 2, "P dS"),
+        slow(2, 2, 2, "Q P dS"),
+        slow(2, 2, 2, "Q dO P"),
+        (2, 1, 1, "Q dO P"),  # head dim 256
+        (2, 1, 1, "P dS"),
+        slow(2, 1, 1, "Q dO P dS"),
+    ],
+)
+def test_the_wide_kernel_is_right_in_every_order(q, dout, scores, rings):
+    """11,905 states (head dim 256 without dS); slow: 65,784 (with dS), 150,463 (head dim 192)."""
+    assert_sound(Wide(q, dout, scores, rings).model)
+
+
+@pytest.mark.slow
+def test_the_halves_of_both_ranks_are_right_in_every_order():
+    """202,272 states."""
+    assert_sound(Wide(2, 1, 1, halves=2).model)
+
+
+@pytest.mark.parametrize(
+    ("missing", "rings", "wrong"),
+    [
+        ("Q empty", "Q P", "Q"),
+        ("dO empty", "dO", "dO"),
+        ("P empty", "P", "P"),
+        ("dS empty", "P dS", "dS"),
+        ("last read", "P dS", "reads dS"),  # the build with -DATTNSCOPE_UNGUARDED_RING
+    ],
+)
+def test_the_wide_kernel_needs_each_wait(missing, rings, wrong):
+    result = explore(Wide(2, 1, 1, rings, missing=missing).model)
+    print(result)
+    assert wrong in result.failure
+
+
+def test_one_buffer_of_q_would_deadlock_the_wide_kernel():
+    """S of the next step is issued before this step's Q is released."""
+    result = explore(Wide(1, 1, 1).model)
+    print(result)
+    assert result.failure.startswith("deadlock")
+
+
+@pytest.mark.parametrize(("key_blocks", "lead"), [(2, 1), (2, 3), (3, 2)])
+def test_key_blocks_add_in_turn_in_every_order(key_blocks, lead):
+    assert_sound(Turns(key_blocks, lead).model)
+
+
+@pytest.mark.parametrize("missing", ["await", "complete"])
+def test_turns_need_the_wait_and_the_complete_addition(missing):
+    result = explore(Turns(2, 2, missing).model)
+    print(result)
+    assert "sum through 0" in result.failure
+

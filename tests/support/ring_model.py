@@ -126,6 +126,7 @@ def together(*ops: Op) -> Op:
     It saves states, and hides no fault where each operation has an effect that later ones cannot
     undo: ends of reads, writes and arrivals.
     """
+    assert all(op.kind != "wait" for op in ops[1:]), "only the first operation may wait"
     return Op("together", parts=ops)
 
 
@@ -274,33 +275,31 @@ class Explorer:
 
     def apply(self, op: Op, state: State) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
         """Barriers and buffers after an operation; None if it waits."""
-        roles, old_barriers, old_buffers = state
-        if op.kind == "together":
-            changed = None
-            for part in op.parts:
-                changed = self.apply(part, state)
-                if changed is None:
-                    assert part is op.parts[0], "only the first operation may wait"
-                    return None
-                state = (roles, *changed)
-            return changed
-        if op.kind == "wait" and not self.passes(op, old_barriers):
+        _, old_barriers, old_buffers = state
+        parts = op.parts or (op,)
+        if parts[0].kind == "wait" and not self.passes(parts[0], old_barriers):
             return None
         barriers, buffers = list(old_barriers), list(old_buffers)
-        at = self.buffer_at[op.buffer.name] + op.n % op.buffer.stages if op.buffer else -1
-        self.check_reads(op, buffers)
-        if op.kind in ("write", "copy", "send"):
-            assert op.buffer is not None
-            if buffers[at][1] < READY:
-                raise Wrong(f"writes {op.buffer.name} of use {op.n} while it is being written")
-            buffers[at] = (op.n, WRITING if op.kind == "write" else self.flight(op))
-        elif op.kind in ("publish", "expect") and op.buffer is not None:
-            if buffers[at] != (op.n, WRITING):
-                raise Wrong(f"publishes {op.buffer.name} of use {op.n}: it has {buffers[at][0]}")
-            buffers[at] = (op.n, READY)
+        for part in parts:
+            self.perform(part, barriers, buffers)
+        return tuple(barriers), tuple(buffers)
+
+    def perform(self, op: Op, barriers: list[Any], buffers: list[Any]) -> None:
+        if op.reads:
+            self.check_reads(op, buffers)
+        if op.buffer is not None:
+            at = self.buffer_at[op.buffer.name] + op.n % op.buffer.stages
+            if op.kind in ("write", "copy", "send"):
+                if buffers[at][1] < READY:
+                    raise Wrong(f"writes {op.buffer.name} of use {op.n} while it is being written")
+                buffers[at] = (op.n, WRITING if op.kind == "write" else self.flight(op))
+            else:
+                if buffers[at] != (op.n, WRITING):
+                    has = buffers[at][0]
+                    raise Wrong(f"publishes {op.buffer.name} of use {op.n}: it has {has}")
+                buffers[at] = (op.n, READY)
         if op.kind in ("arrive", "publish", "copy", "expect"):
             self.arrive(op, barriers, 1 if op.kind == "copy" else op.copies)
-        return tuple(barriers), tuple(buffers)
 
     def flight(self, op: Op) -> int:
         """The state of a buffer while a copy into it is in flight."""
