@@ -343,4 +343,3 @@ def test_turns_need_the_wait_and_the_complete_addition(missing):
     result = explore(Turns(2, 2, missing).model)
     print(result)
     assert "sum through 0" in result.failure
-

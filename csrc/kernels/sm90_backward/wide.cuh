@@ -27,7 +27,7 @@ __device__ __forceinline__ void init_barriers(WideShared<Config>& s) {
   const auto init = [](uint64_t& barrier, int arrivals) {
     ptx::mbarrier_init(shared_address(&barrier), arrivals);
   };
-  // Of one warpgroup of each rank.
+  // One warpgroup of each rank.
   constexpr int kArrivals = 4 * Config::kRanks * kWarpArrivals;
   init(s.k_full, 1);
   init(s.v_full, 1);
