@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       ptx::mbarrier_init(shared_address(&full), kWarps * kWarpArrivals);
     }
     ptx::fence_mbarrier_init();
-    init_late_copies(s);
+    init_late_loads(s);
   }
   __syncthreads();
   // The kernel before writes the statistics and zeroes dQ. Each thread block waits for it, even if
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
 #ifdef ATTNSCOPE_FAULTS
     if (warp == 3) {
-      issue_late_copies(s, [&](const LateCopy& copy) { issue_late_copy<Config>(a, s, copy); });
+      issue_late_loads(s, [&](const LateLoad& copy) { issue_late_load<Config>(a, s, copy); });
     }
 #endif
   } else {

@@ -1,7 +1,7 @@
 // The producer: a thread that loads K and V once, then Q, dO and their statistics block by block.
 #pragma once
 
-#include "kernels/sm90_backward/late_copy.cuh"
+#include "kernels/sm90_backward/late_load.cuh"
 #include "kernels/sm90_backward/shared.cuh"
 #include "ptx/tma.cuh"
 
@@ -22,8 +22,8 @@ __device__ __forceinline__ void load_rows(void* shared, const TensorMap& tensor,
 
 #ifdef ATTNSCOPE_FAULTS
 template <class Config>
-__device__ __forceinline__ void issue_late_copy(const BackwardArguments& a,
-                                                BackwardShared<Config>& s, const LateCopy& copy) {
+__device__ __forceinline__ void issue_late_load(const BackwardArguments& a,
+                                                BackwardShared<Config>& s, const LateLoad& copy) {
   const KeyTile& t = s.tile;
   const int stage = copy.stage;
   const auto load_keys = [&](auto& buffer, const TensorMap& tensor, uint64_t& full) {
@@ -67,14 +67,15 @@ __device__ __forceinline__ void produce(const BackwardArguments& a, BackwardShar
     load_rows<Config>(buffer, tensor, shared_address(&full), ptx::CachePolicy::kEvictFirst,
                       Config::kBlockN, t.k_row, t.head_kv, t.batch);
   };
-  int count = 0;
+  int count = 0;  // of blocks, with the one being loaded
   const auto load_queries = [&](auto& buffer, auto& statistics, const TensorMap& tensor,
                                 uint64_t& full, int head, int block, const float* source,
                                 Operand operand) {
     const uint32_t barrier = shared_address(&full);
     inject(Fault::kCopy, 4 * count + static_cast<int>(operand));
     ptx::mbarrier_arrive_expect_tx(barrier, Config::kQueryBytes + kStatisticsBytes);
-    if (is_late(s, operand, count, (count - 1) % Config::kStages, head, block)) return;
+    const int stage = (count - 1) % Config::kStages;
+    if (is_late(s, operand, count, stage, head, block)) return;
     load_rows<Config>(buffer, tensor, barrier, ptx::CachePolicy::kEvictLast, kBlockM,
                       t.q_row + block * kBlockM, head, t.batch);
     ptx::bulk_load(shared_address(statistics), source, kStatisticsBytes, barrier);
@@ -97,7 +98,7 @@ __device__ __forceinline__ void produce(const BackwardArguments& a, BackwardShar
                    block, statistics + kBlockM, Operand::kDout);
     }
   }
-  finish_late_copies(s);
+  finish_late_loads(s);
 }
 
 }  // namespace attnscope::sm90

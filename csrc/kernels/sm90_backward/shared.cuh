@@ -65,7 +65,7 @@ enum class Operand { kK, kV, kQ, kDout };
 
 #ifdef ATTNSCOPE_FAULTS
 // A delayed copy. The producer fills it in; a separate thread issues it.
-struct LateCopy {
+struct LateLoad {
   int ready, done;
   Operand operand;
   int stage, head, block;
@@ -99,7 +99,7 @@ struct BackwardShared {
   uint64_t dq_full[Config::kConsumers];
   uint64_t dq_empty[Config::kConsumers];
 #ifdef ATTNSCOPE_FAULTS
-  LateCopy late_copy;
+  LateLoad late_load;
 #endif
 };
 

@@ -51,7 +51,7 @@ __global__ void __cluster_dims__(Config::kRanks, 1, 1) __launch_bounds__(Config:
 
   if (threadIdx.x == 0) {
     init_barriers<Config>(s);
-    init_late_copies(s);
+    init_late_loads(s);
     inject(Fault::kTile, 0);
     if (a.tickets != nullptr && rank == 0) s.index = ptx::atomic_add(a.counter, 1);
   }
@@ -73,8 +73,7 @@ __global__ void __cluster_dims__(Config::kRanks, 1, 1) __launch_bounds__(Config:
     if (threadIdx.x == 0 && any && s.tile.begin < s.tile.end) produce_wide<Config>(a, s, rank);
 #ifdef ATTNSCOPE_FAULTS
     if (threadIdx.x == 96 && any && s.tile.begin < s.tile.end) {
-      issue_late_copies(s,
-                        [&](const LateCopy& copy) { issue_late_copy<Config>(a, s, rank, copy); });
+      issue_late_loads(s, [&](const LateLoad& copy) { issue_late_load<Config>(a, s, rank, copy); });
     }
 #endif
     __syncwarp();

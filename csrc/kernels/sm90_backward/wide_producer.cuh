@@ -1,7 +1,7 @@
 // The producer of the wide kernel: a thread that loads K and V once, then Q and dO block by block.
 #pragma once
 
-#include "kernels/sm90_backward/late_copy.cuh"
+#include "kernels/sm90_backward/late_load.cuh"
 #include "kernels/sm90_backward/wide_shared.cuh"
 
 namespace attnscope::sm90 {
@@ -36,8 +36,8 @@ __device__ __forceinline__ void load_queries(const KeyTile& t, int rank, void* b
 
 #ifdef ATTNSCOPE_FAULTS
 template <class Config>
-__device__ __forceinline__ void issue_late_copy(const BackwardArguments& a, WideShared<Config>& s,
-                                                int rank, const LateCopy& copy) {
+__device__ __forceinline__ void issue_late_load(const BackwardArguments& a, WideShared<Config>& s,
+                                                int rank, const LateLoad& copy) {
   const KeyTile& t = s.tile;
   const int stage = copy.stage, row = t.q_row + copy.block * Config::kBlockM;
   if (copy.operand == Operand::kK) {
@@ -103,7 +103,7 @@ __device__ __forceinline__ void produce_wide(const BackwardArguments& a, WideSha
       ++count;
     }
   }
-  finish_late_copies(s);
+  finish_late_loads(s);
 }
 
 }  // namespace attnscope::sm90

@@ -99,7 +99,7 @@ struct WideShared {
   uint64_t ds_full[kScoreBuffers];   // dS of all ranks
   uint64_t ds_empty[kScoreBuffers];  // *
 #ifdef ATTNSCOPE_FAULTS
-  LateCopy late_copy;
+  LateLoad late_load;
 #endif
 };
 

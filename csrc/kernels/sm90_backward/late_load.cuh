@@ -21,37 +21,37 @@ template <class Shared>
 __device__ __forceinline__ bool is_late(Shared& s, Operand operand, int count, int stage, int head,
                                         int block) {
   const uint32_t cycles = fault_cycles(Fault::kLateCopy, 4 * count + static_cast<int>(operand));
-  if (cycles == 0 || volatile_load(s.late_copy.ready)) return false;
-  s.late_copy = {0, 0, operand, stage, head, block, ptx::clock_low(), cycles};
+  if (cycles == 0 || volatile_load(s.late_load.ready)) return false;
+  s.late_load = {0, 0, operand, stage, head, block, ptx::clock_low(), cycles};
   __threadfence_block();
-  volatile_store(s.late_copy.ready, 1);
+  volatile_store(s.late_load.ready, 1);
   return true;
 }
 
 template <class Shared>
-__device__ __forceinline__ void init_late_copies(Shared& s) {
-  s.late_copy.ready = s.late_copy.done = 0;
+__device__ __forceinline__ void init_late_loads(Shared& s) {
+  s.late_load.ready = s.late_load.done = 0;
 }
 
 // The producer has no more copies.
 template <class Shared>
-__device__ __forceinline__ void finish_late_copies(Shared& s) {
-  while (volatile_load(s.late_copy.ready)) {
+__device__ __forceinline__ void finish_late_loads(Shared& s) {
+  while (volatile_load(s.late_load.ready)) {
   }
-  volatile_store(s.late_copy.done, 1);
+  volatile_store(s.late_load.done, 1);
 }
 
 // Issues each copy once its delay is over.
 template <class Shared, class Issue>
-__device__ __forceinline__ void issue_late_copies(Shared& s, const Issue& issue) {
-  while (!volatile_load(s.late_copy.done)) {
-    if (!volatile_load(s.late_copy.ready)) continue;
+__device__ __forceinline__ void issue_late_loads(Shared& s, const Issue& issue) {
+  while (!volatile_load(s.late_load.done)) {
+    if (!volatile_load(s.late_load.ready)) continue;
     __threadfence_block();
-    const LateCopy copy = s.late_copy;
+    const LateLoad copy = s.late_load;
     while (ptx::clock_low() - copy.start < copy.cycles) {
     }
     issue(copy);
-    volatile_store(s.late_copy.ready, 0);
+    volatile_store(s.late_load.ready, 0);
   }
 }
 
@@ -63,10 +63,10 @@ __device__ __forceinline__ bool is_late(Shared&, Operand, int, int, int, int) {
 }
 
 template <class Shared>
-__device__ __forceinline__ void init_late_copies(Shared&) {}
+__device__ __forceinline__ void init_late_loads(Shared&) {}
 
 template <class Shared>
-__device__ __forceinline__ void finish_late_copies(Shared&) {}
+__device__ __forceinline__ void finish_late_loads(Shared&) {}
 
 #endif
 
