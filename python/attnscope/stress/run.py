@@ -150,11 +150,14 @@ def stress(
 ) -> Iterator[Row]:  # fmt: skip
     """One row a case: {case, calls, wrong_calls, wrong_rows, plan}, `plan` of the first wrong call.
 
-    The call without delays is compared with fp64 first; a case that fails there has `error`.
-    `beside` is called before each call with delays.
+    The call without delays is compared with fp64 first; a case that fails there has `error`. With
+    fewer calls than cases, some cases spread over all have one. `beside` is called before each
+    call with delays.
     """
     for number, subject in enumerate(every):
-        count = calls // len(every) + (number < calls % len(every))
+        count = (number + 1) * calls // len(every) - number * calls // len(every)
+        if count == 0:
+            continue
         faults.set(NO_DELAYS)
         verdict = subject.check(seed + number)
         function = subject.start(seed + number)
