@@ -17,6 +17,8 @@ import pytest
 import sanitized_calls
 from tile_choice import tile_choices
 
+from attnscope.inputs import Case
+from attnscope.kernels import Call, choose_backward
 from attnscope.stress.library import build
 
 SCRIPT = Path(sanitized_calls.__file__)
@@ -27,13 +29,21 @@ CLEAN = {
     "synccheck": NO_ERRORS,
     "initcheck": NO_ERRORS,
 }
-# initcheck: `values` reads outputs written by TMA, which the tool does not see.
+# initcheck: `values` reads outputs written by TMA, which the tool does not see. synccheck: the two
+# groups of the portable backward reach a barrier of all threads at different instructions, which
+# the tool reports and PTX allows.
+LEFT_OUT = {
+    ("initcheck", "cuda", "values"),
+    ("initcheck", "cuda-sm80", "values"),
+    ("synccheck", "cuda-sm80", "gradients"),
+    ("synccheck", "cuda-sm80", "turns"),
+}
 RUNS = [
     (tool, impl, part)
     for tool in CLEAN
     for impl in ("cuda", "cuda-sm80")
     for part in sanitized_calls.PARTS
-    if not (tool == "initcheck" and part == "values")
+    if (tool, impl, part) not in LEFT_OUT
 ]
 
 
@@ -67,6 +77,38 @@ def test_the_calls_use_every_tile_of_the_table_and_its_slots_again():
     assert handover.reuses_tile_slots
     grouped, _ = tile_choices(list(sanitized_calls.shapes()))
     assert {c.row for c in grouped if c.grouping} == {2, 4, 7, 8, 9}, "one row of each head dim"
+
+
+def backward_tile(c: Case, kernel: str) -> tuple[int, int, int]:
+    """(head dim, queries, keys) of the tile that serves the backward of a case on an H200."""
+    call = Call(
+        c.head_dim, c.head_dim, c.seqlen_q, c.seqlen_k, c.batch, c.heads_q, c.heads_kv, c.causal,
+        c.window, c.seqlens is not None, c.softcap, 132, 90,
+    )  # fmt: skip
+    if kernel == "sm80":  # a softcap that the Hopper kernels leave to the portable one
+        call = call._replace(softcap=300.0)
+    choice = choose_backward(call)
+    assert choice["kernel"] == f"{kernel}_backward"
+    return choice["tile"]["head_dim"], choice["tile"]["block_m"], choice["tile"]["block_n"]
+
+
+# The portable table's other rows are for cards with less shared memory: the emulator runs them.
+@pytest.mark.parametrize("part", sanitized_calls.BACKWARD)
+@pytest.mark.parametrize(
+    ("kernel", "tiles"),
+    [
+        ("sm90", {(64, 128, 128), (128, 64, 128), (192, 64, 128), (256, 64, 128)}),
+        (
+            "sm80",
+            {(64, 128, 128), (96, 64, 128), (128, 64, 128), (192, 64, 64), (256, 64, 64)},
+        ),
+    ],
+)
+def test_the_backward_calls_use_every_tile_of_an_h200(kernel, tiles, part):
+    cases = list(sanitized_calls.PARTS[part]())
+    assert {backward_tile(c, kernel) for c in cases} == tiles
+    softcap = {backward_tile(c, kernel)[0] for c in cases if c.softcap and c.head_dim <= 64}
+    assert kernel == "sm80" or softcap == {128}, "head dim 64 with softcap takes another row"
 
 
 @pytest.mark.gpu

@@ -19,8 +19,10 @@ from ring_model import (
     arrive,
     choose,
     copy,
+    expect,
     explore,
     publish,
+    send,
     wait,
     wait_before,
     write,
@@ -335,6 +337,61 @@ def test_the_engine_finds_a_copy_over_a_copy():
 
     failure = wrong(Role("producer", careless), Role("consumer", consume))
     assert failure.startswith("producer arrives on full") or "while it is being written" in failure
+
+
+OTHER = Buffer("other", 1)
+
+
+def test_the_engine_finds_a_source_that_changes_while_it_is_copied():
+    def pass_on(n: int, _: None) -> Step:
+        if careful:
+            yield wait_before(EMPTY, n)
+        yield write(OTHER, n)
+        yield wait_before(EMPTY, n)
+        yield expect(FULL, n, copies=1, writes=OTHER)
+        yield send(DATA, n, FULL, source=OTHER)
+
+    for careful in (True, False):
+        roles = (Role("sender", pass_on), Role("consumer", consume))
+        result = explore(Model(roles, (DATA, OTHER), (FULL, EMPTY)), max_states=10_000)
+        assert ("its source has use" in result.failure) is not careful, result
+
+
+def test_the_engine_finds_a_copy_that_lands_before_its_phase():
+    """The copy is sent by one role, and its bytes are expected by another."""
+
+    def sends(n: int, _: None) -> Step:
+        if careful:
+            yield wait_before(EMPTY, n)
+        yield send(DATA, n, FULL)
+
+    def expects(n: int, _: None) -> Step:
+        yield wait_before(EMPTY, n)
+        yield expect(FULL, n, copies=1)
+
+    for careful in (True, False):
+        roles = (Role("sender", sends), Role("owner", expects), Role("consumer", consume))
+        failure = explore(Model(roles, (DATA,), (FULL, EMPTY)), max_states=10_000).failure
+        assert (failure == "") is careful, failure
+        assert careful or "lands in another phase" in failure or "while it is being" in failure
+
+
+def test_a_count_is_compared_whole_where_a_parity_is_not():
+    """A role may be two phases ahead of the role that waits for it."""
+    done = Barrier("done", 1, counts=True)
+
+    def ahead(n: int, _: None) -> Step:
+        yield wait(done, n - 2)
+        yield arrive(ticket, n)
+
+    def behind(n: int, _: None) -> Step:
+        yield wait(ticket, n)
+        yield arrive(done, n)
+
+    for counts in (True, False):
+        ticket = Barrier("ticket", 1, counts=counts)
+        result = explore(Model((Role("ahead", ahead), Role("behind", behind)), (), (ticket, done)))
+        assert result.failure.startswith("deadlock") is not counts, result
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Stress of the Hopper kernel: cases, plans, the command, and the files of its builds."""
+"""Stress of the Hopper kernels: cases, plans, the command, and the files of its builds."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,16 +19,16 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from attnscope import _load
-from attnscope.inputs import make_inputs
-from attnscope.numerics import check_forward_fn
+from attnscope.kernels import Call, choose_backward
 from attnscope.stress import cases, library, run
 from attnscope.stress import command as stress_module
 from attnscope.stress.command import stress_command
-from attnscope.stress.library import ALL_KINDS, KINDS, NO_DELAYS, RATE_UNIT, Faults, Plan
+from attnscope.stress.library import KINDS, NO_DELAYS, RATE_UNIT, Faults, Plan, bits_of, kinds_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 HEADER = (ROOT / "csrc/attn/faults.cuh").read_text()
 LIBRARY = _load.PACKAGE / "_C_cuda.so"
+ALL_KINDS = bits_of(KINDS)
 
 
 def command(*arguments: str) -> tuple[int, str]:
@@ -80,6 +81,35 @@ def test_every_case_has_a_label_of_its_own():
     assert "fp16 d256 h4:2 b2 s512x512 causal" in labels
 
 
+def test_a_mode_has_the_kinds_that_its_kernels_inject():
+    """`turn` without turns, or `query` in the backward, would be launches without a delay."""
+    folders = {"forward": "sm90_forward", "backward": "sm90_backward"}
+    for mode, folder in folders.items():
+        files = (ROOT / "csrc/kernels" / folder).glob("*.cuh")
+        injected = {n for f in files for n in re.findall(r"Fault::k(\w+)", f.read_text())}
+        names = {re.sub(r"(?<!^)([A-Z])", r"-\1", name).lower() for name in injected}
+        assert names == set(kinds_of(mode, deterministic=True))
+    assert set(kinds_of("backward", True)) - set(kinds_of("backward")) == {"turn"}
+    assert bits_of(("late-copy", "tile", "tile")) == 0b100001
+
+
+def test_every_backward_case_has_a_label_of_its_own_and_the_tables_a_case_each():
+    labels = [subject.label for subject in run.subjects("backward", deterministic=True)]
+    assert len(labels) == len(set(labels))
+    assert "bf16 d256 h4:2 packed 6 window" in labels
+    assert "bf16 d128 h4:2 b2 s700x1000 causal sm80" in labels
+    tiles = set()
+    for c in cases.all_cases("backward"):
+        call = Call(
+            c.head_dim, c.head_dim, c.seqlen_q, c.seqlen_k, c.batch, c.heads_q, c.heads_kv,
+            c.causal, c.window, c.seqlens is not None, c.softcap, 132, 90,
+        )  # fmt: skip
+        choice = choose_backward(call)
+        assert choice["kernel"] == "sm90_backward"
+        tiles.add((choice["tile"]["head_dim"], bool(c.softcap)))
+    assert tiles == {(64, False), *((dim, cap) for dim in (128, 192, 256) for cap in (False, True))}
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_the_cases_use_every_tile_of_the_table():
     choices, count = tile_choices(list(cases.all_cases()))
@@ -97,6 +127,11 @@ def test_the_cases_use_every_tile_of_the_table():
         (["--kinds=copy,slow"], "kinds must be among late-copy, copy, query"),
         (["--kinds=copy,slow"], "got slow"),
         (["--kinds=,"], "got ,"),
+        (["--kinds=turn"], "got turn"),
+        (["--mode=both"], "mode must be one of forward, backward, got both"),
+        (["--deterministic"], "deterministic must be left out, got --deterministic in mode"),
+        (["--mode=backward", "--kinds=query"], "kinds must be among late-copy, copy, release"),
+        (["--mode=backward", "--kinds=turn"], "got turn"),
         (["--library=/no/such.so"], "library must be a file, got /no/such.so"),
     ],
 )
@@ -170,6 +205,17 @@ def test_the_command_prints_wrong_rows_and_exits_by_them(
     assert message in output
 
 
+def test_the_command_passes_its_options_on(monkeypatch):
+    commands = []
+    monkeypatch.setattr(subprocess, "Popen", lambda c, **_: commands.append(c) or Child([GOOD], 0))
+    given = ["--mode=backward", "--deterministic", "--beside", "--kinds=turn,add", "--seed=3"]
+    assert command(f"--library={_load.PACKAGE / '_C.so'}", *given)[0] == 0
+    kinds = bits_of(("turn", "add"))
+    assert {"--mode=backward", "--deterministic", "--beside", f"--kinds={kinds}", "--seed=3"} < set(
+        commands[0]
+    )
+
+
 def test_a_kernel_that_hangs_ends_the_run(monkeypatch):
     row, popen = json.dumps(GOOD), subprocess.Popen
     script = ["sh", "-c", f"echo '{row}'; exec sleep 60"]
@@ -201,6 +247,36 @@ def test_a_zero_of_another_sign_is_a_wrong_row():
     assert run.wrong_rows((-zero, lse), (zero, lse)) == 1
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_wrong_gradient_rows_allow_dq_another_order_of_its_sum(deterministic):
+    want = tuple(torch.randn(2, 5, 3, 8).bfloat16() for _ in range(3))
+    count = lambda got: run.wrong_gradient_rows(got, want, deterministic)  # noqa: E731
+
+    def changed(which: int, *at: int, value: float) -> tuple[torch.Tensor, ...]:
+        got = [grad.clone() for grad in want]
+        got[which][at] = value
+        return tuple(got)
+
+    assert count(want) == 0
+    largest = want[0][1, 2, 0].float().abs().max()
+    near = want[0][1, 2, 0, 3].float() + largest / 128
+    assert count(changed(0, 1, 2, 0, 3, value=near)) == int(deterministic)
+    assert count(changed(0, 1, 2, 0, 3, value=near + largest / 32)) == 1
+    assert count(changed(0, 1, 2, 0, value=float("nan"))) == 1
+    for which in (1, 2):
+        last_bit = want[which][0, 4, 1, 5].float() * (1 + 2**-7)
+        assert count(changed(which, 0, 4, 1, 5, value=last_bit)) == 1
+    both = (want[0], *(grad.clone() for grad in want[1:]))
+    both[1][0, 4, 1, 5] = both[2][0, 4, 1, 2] = 9
+    assert count(both) == 1, "dk and dv of one key"
+
+
+def test_a_gradient_that_must_be_zero_has_no_tolerance():
+    zero = torch.zeros(1, 1, 1, 8).bfloat16()
+    assert run.wrong_gradient_rows((zero, zero, zero), (zero, zero, zero), False) == 0
+    assert run.wrong_gradient_rows((zero + 1e-9, zero, zero), (zero, zero, zero), False) == 1
+
+
 class PlannedFaults:
     """Delays that change a row where a plan has the kind `release`."""
 
@@ -210,33 +286,46 @@ class PlannedFaults:
         self.plan = plan
 
 
+def subject_of(mode: str, case: cases.Case) -> run.Subject:
+    if mode == "forward":
+        return run.forward_subject(case, "cpu", "cpu")
+    return run.backward_subject(case, mode == "deterministic", "cpu", "cpu")
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward", "deterministic"])
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_wrong_call_is_counted_with_the_plan_that_repeats_it(broken, monkeypatch):
+def test_a_wrong_call_is_counted_with_the_plan_that_repeats_it(broken, mode):
     faults, release, plans = PlannedFaults(), 1 << KINDS.index("release"), []
-
-    def call(case, inputs):
-        out, lse = forward(case, inputs, impl="cpu")
-        plans.append(faults.plan)
-        if broken and faults.plan.kinds & release:
-            out[0, 7, 1, 3] += 1
-        return out, lse
-
-    forward = run.call
     some = [
         cases.case(1, 20, 30, causal=True, head_dim=16),
         cases.case(seqlens=((5, 9), (40, 3)), head_dim=16),
     ]
-    if broken:
-        some = some[:1]
-    monkeypatch.setattr(cases, "all_cases", lambda: iter(some))
-    monkeypatch.setattr(run, "call", call)
-    monkeypatch.setattr(run, "make_inputs", lambda *x: make_inputs(*x[:3], "cpu"))
-    monkeypatch.setattr(run, "check_forward_fn", lambda *x: check_forward_fn(*x, device="cpu"))
-    rows = list(run.stress(faults, 21, 1000, ALL_KINDS, 9))
-    assert [row["case"] for row in rows] == [cases.label(case) for case in some]
-    assert sum(row["calls"] for row in rows) == 21
+    every = [subject_of(mode, case) for case in (some[:1] if broken else some)]
+
+    def break_calls(subject: run.Subject) -> run.Subject:
+        def start(seed: int):
+            function = subject.start(seed)
+
+            def call():
+                first, *rest = function()
+                plans.append(faults.plan)
+                if broken and faults.plan.kinds & release:
+                    first[0, 7, 1, 3] += 9
+                return first, *rest
+
+            return call
+
+        return replace(subject, start=start)
+
+    beside = []
+    rows = list(
+        run.stress(faults, list(map(break_calls, every)), 21, 1000, ALL_KINDS, 9,
+                   lambda: beside.append(faults.plan))
+    )  # fmt: skip
+    assert [row["case"] for row in rows] == [subject.label for subject in every]
+    assert sum(row["calls"] for row in rows) == len(beside) == 21
     assert all(row["error"] is None for row in rows)
-    assert faults.plan == NO_DELAYS
+    assert faults.plan == NO_DELAYS and NO_DELAYS not in beside
     bad = [plan for plan in plans if plan.kinds & release]
     assert 0 < len(bad) < 21
     if broken:
@@ -246,24 +335,43 @@ def test_a_wrong_call_is_counted_with_the_plan_that_repeats_it(broken, monkeypat
         assert all(not row["wrong_calls"] and row["plan"] is None for row in rows)
 
 
-def test_a_case_that_is_wrong_without_delays_is_an_error(monkeypatch):
-    forward = run.call
-    monkeypatch.setattr(cases, "all_cases", lambda: iter([cases.case(1, 9, 9, head_dim=16)]))
-    monkeypatch.setattr(run, "call", lambda *x: [2 * part for part in forward(*x, impl="cpu")])
-    monkeypatch.setattr(run, "make_inputs", lambda *x: make_inputs(*x[:3], "cpu"))
-    monkeypatch.setattr(run, "check_forward_fn", lambda *x: check_forward_fn(*x, device="cpu"))
-    (row,) = run.stress(PlannedFaults(), 2, 1000, ALL_KINDS, 0)
+def test_fewer_calls_than_cases_are_spread_over_all():
+    every = [subject_of("forward", cases.case(1, n, n, head_dim=16)) for n in range(1, 8)]
+    rows = list(run.stress(PlannedFaults(), every, 3, 1000, ALL_KINDS, 0))
+    assert [row["calls"] for row in rows] == [1, 1, 1]
+    assert [row["case"] for row in rows] == [every[n].label for n in (2, 4, 6)]
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+def test_a_case_that_is_wrong_without_delays_is_an_error(mode, monkeypatch):
+    name = "call" if mode == "forward" else "call_backward"
+    original = getattr(run, name)
+    monkeypatch.setattr(run, name, lambda *x: tuple(2 * part for part in original(*x)))
+    subject = subject_of(mode, cases.case(1, 9, 9, head_dim=16))
+    (row,) = run.stress(PlannedFaults(), [subject], 2, 1000, ALL_KINDS, 0)
     assert row["error"] and row["wrong_calls"] == 0
 
 
 # The build: the variants compile, and the normal build contains no code of them.
 
-ONE_TILE = """
+KERNELS = {
+    "forward": """
 #include "kernels/sm90_forward/kernel.cuh"
 template __global__ void attnscope::sm90::forward_kernel<
     attnscope::sm90::ForwardConfig<__nv_bfloat16, 64, 64>>(
     const __grid_constant__ attnscope::sm90::ForwardArguments);
-"""
+""",
+    "backward": """
+#include <cuda_bf16.h>
+#include "kernels/sm90_backward/kernel.cuh"
+#include "kernels/sm90_backward/wide.cuh"
+using namespace attnscope::sm90;
+template __global__ void attnscope::sm90::backward_kernel<BackwardConfig<__nv_bfloat16, 1>>(
+    const __grid_constant__ BackwardArguments);
+template __global__ void attnscope::sm90::wide_backward_kernel<WideConfig<__nv_bfloat16, 3>>(
+    const __grid_constant__ BackwardArguments);
+""",
+}
 
 
 @pytest.fixture(scope="module")
@@ -277,13 +385,16 @@ def nvcc():
     return path
 
 
-@pytest.fixture(scope="module")
-def ptx(nvcc, tmp_path_factory):
-    """PTX of one tile, by variant; the normal build is `normal`."""
+@pytest.fixture(scope="module", params=KERNELS)
+def ptx(request, nvcc, tmp_path_factory):
+    """PTX of some kernels, by variant; the normal build is `normal`."""
     folder, texts = tmp_path_factory.mktemp("ptx"), {}
-    source = folder / "one_tile.cu"
-    source.write_text(ONE_TILE)
-    for variant, defines in {"normal": (), **library.VARIANTS}.items():
+    source = folder / "kernels.cu"
+    source.write_text(KERNELS[request.param])
+    variants = {"normal": (), **library.VARIANTS}
+    if request.param == "backward":  # no race is planted there
+        del variants["planted-race"]
+    for variant, defines in variants.items():
         out = folder / f"{variant}.ptx"
         flags = ["-std=c++17", "-O3", f"-I{ROOT / 'csrc'}", "-arch=compute_90a", "--ptx"]
         result = subprocess.run(
@@ -297,7 +408,7 @@ def ptx(nvcc, tmp_path_factory):
 
 
 def test_every_variant_compiles_to_a_kernel_of_its_own(ptx):
-    assert len(set(ptx.values())) == 1 + len(library.VARIANTS)
+    assert len(set(ptx.values())) == len(ptx) >= 4
 
 
 def test_delays_are_in_the_variants_that_have_them_alone(ptx):
@@ -306,9 +417,17 @@ def test_delays_are_in_the_variants_that_have_them_alone(ptx):
     assert {name for name, text in ptx.items() if "%clock" in text} == delayed
 
 
+@pytest.mark.parametrize("ptx", ["forward"], indirect=True)
 def test_the_planted_race_is_one_wait_less(ptx):
     waits = {name: text.count("mbarrier.try_wait") for name, text in ptx.items()}
     assert waits["planted-race"] == waits["normal"] - 1
+
+
+@pytest.mark.parametrize("ptx", ["backward"], indirect=True)
+def test_the_unguarded_build_adds_out_of_turn(ptx):
+    """Each wait for a turn is a loop of ld.acquire."""
+    unguarded = {name for name, text in ptx.items() if "ld.acquire" not in text}
+    assert unguarded == {"faults-unguarded"}
 
 
 needs_library = pytest.mark.skipif(not LIBRARY.exists(), reason="_C_cuda.so is not built")
@@ -338,11 +457,26 @@ def stress(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(whole, cwd=ROOT, capture_output=True, text=True)
 
 
+MODES = {"forward": (), "backward": ("--mode=backward",)} | {
+    "deterministic": ("--mode=backward", "--deterministic")
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize("mode", ["backward", "deterministic"])
+def test_some_delayed_backward_calls_are_right(mode):
+    result = stress("--calls=80", "--beside", *MODES[mode])
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "80 calls with delays: 0 wrong, 0 wrong rows; 0 cases wrong" in result.stdout
+
+
 @pytest.mark.gpu
 @pytest.mark.sm90
 @pytest.mark.slow
-def test_ten_thousand_delayed_calls_are_right():
-    result = stress("--calls=10000")
+@pytest.mark.parametrize("mode", MODES)
+def test_ten_thousand_delayed_calls_are_right(mode):
+    result = stress("--calls=10000", *MODES[mode])
     assert result.returncode == 0, result.stdout + result.stderr
     assert "10000 calls with delays: 0 wrong, 0 wrong rows; 0 cases wrong" in result.stdout
 
@@ -356,3 +490,16 @@ def test_the_stress_finds_the_unguarded_ring():
     assert result.returncode == 1, result.stdout + result.stderr
     assert re.search(r"d256 .* causal: \d+ of \d+ calls wrong, \d+ rows; seed", result.stdout)
     assert "0 cases wrong without delays" in result.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["backward", "deterministic"])
+def test_the_stress_finds_the_unguarded_backward(mode):
+    """dS that is overwritten before its last read; in deterministic calls, dQ out of turn too."""
+    result = stress("--unguarded", "--calls=1000", *MODES[mode])
+    assert result.returncode == 1, result.stdout + result.stderr
+    for head_dim in cases.BACKWARD_HEAD_DIMS:
+        wrong = rf"d{head_dim} .*: \d+ of \d+ calls wrong, \d+ rows; seed"
+        assert re.search(wrong, result.stdout), head_dim

@@ -28,7 +28,8 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-WRITING, READY = 0, 1  # buffer states; -1 - i: a copy in flight that signals barrier i
+# Buffer states; -1 - i: a copy in flight that signals barrier i, and reads a source, see `flight`.
+WRITING, READY = 0, 1
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,16 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Barrier:
-    """One mbarrier per stage, with an arrival count. Use n completes phase n // stages."""
+    """One mbarrier per stage, with an arrival count. Use n completes phase n // stages.
+
+    `counts`: a wait compares the number of the phase and not its parity, as a ticket in global
+    memory does.
+    """
 
     name: str
     stages: int
     count: int = 1
+    counts: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,17 +59,22 @@ class Op:
     kind: str
     n: int = 0
     barrier: Barrier | None = None
-    buffer: Buffer | None = None
+    buffer: Buffer | None = None  # written
+    reads: tuple[Buffer, ...] = ()
     before: int = 0
     options: int = 0
+    copies: int = 0
+    source: Buffer | None = None
+    parts: tuple[Op, ...] = ()
 
 
 Step = Generator[Op, Any, Any]
+Buffers = Buffer | tuple[Buffer, ...] | None
 
 
-def wait(barrier: Barrier, n: int, reads: Buffer | None = None) -> Op:
-    """Wait until use n has completed its phase; then begin to read the buffer of use n."""
-    return Op("wait", n, barrier, reads)
+def wait(barrier: Barrier, n: int, reads: Buffers = None) -> Op:
+    """Wait until use n has completed its phase; then begin to read the buffers of use n."""
+    return Op("wait", n, barrier, reads=_several(reads))
 
 
 def wait_before(barrier: Barrier, n: int) -> Op:
@@ -71,9 +82,9 @@ def wait_before(barrier: Barrier, n: int) -> Op:
     return Op("wait", n, barrier, before=1)
 
 
-def arrive(barrier: Barrier, n: int, reads: Buffer | None = None) -> Op:
-    """End a read of the buffer, and arrive for use n."""
-    return Op("arrive", n, barrier, reads)
+def arrive(barrier: Barrier, n: int, reads: Buffers = None) -> Op:
+    """End a read of the buffers, and arrive for use n."""
+    return Op("arrive", n, barrier, reads=_several(reads))
 
 
 def write(buffer: Buffer, n: int) -> Op:
@@ -91,9 +102,41 @@ def copy(buffer: Buffer, n: int, barrier: Barrier) -> Op:
     return Op("copy", n, barrier, buffer)
 
 
+def read(buffers: Buffers, n: int) -> Op:
+    """Begin or end a read of the buffers of use n, without a barrier."""
+    return Op("read", n, reads=_several(buffers))
+
+
+def expect(barrier: Barrier, n: int, copies: int, writes: Buffer | None = None) -> Op:
+    """Arrive with the bytes of copies that others send; end a write of the buffer."""
+    return Op("expect", n, barrier, writes, copies=copies)
+
+
+def send(buffer: Buffer, n: int, barrier: Barrier, source: Buffer | None = None) -> Op:
+    """Issue a copy that completes bytes of the barrier, without an arrival, when it lands.
+
+    Until then it reads `source` of use n.
+    """
+    return Op("send", n, barrier, buffer, source=source)
+
+
+def together(*ops: Op) -> Op:
+    """All operations as one step of the exploration. Only the first may wait.
+
+    It saves states, and hides no fault where each operation has an effect that later ones cannot
+    undo: ends of reads, writes and arrivals.
+    """
+    assert all(op.kind != "wait" for op in ops[1:]), "only the first operation may wait"
+    return Op("together", parts=ops)
+
+
 def choose(options: int = 2) -> Op:
     """Take any of the options: the yield returns its number."""
     return Op("choose", options=options)
+
+
+def _several(buffers: Buffers) -> tuple[Buffer, ...]:
+    return () if buffers is None else buffers if isinstance(buffers, tuple) else (buffers,)
 
 
 @dataclass(frozen=True)
@@ -147,7 +190,10 @@ class Explorer:
             first = self.instances.index(role)
             self.copies += [(first, first + role.copies)] if role.copies > 1 else []
         self.counts = [b.count for b in model.barriers for _ in range(b.stages)]
+        self.barrier_stages = [b.stages for b in model.barriers for _ in range(b.stages)]
         self.buffer_names = [b.name for b in model.buffers for _ in range(b.stages)]
+        self.previous_barrier = _previous(model.barriers)
+        self.previous_buffer = _previous(model.buffers)
         # Places: between two operations of a role's step.
         self.places: list[tuple[Role, int, Any, tuple[Any, ...]]] = []
         self.place_of: dict[tuple[str, int, Any, tuple[Any, ...]], int] = {}
@@ -216,44 +262,69 @@ class Explorer:
         assert op.barrier is not None
         stages = op.barrier.stages
         phase = barriers[self.barrier_at[op.barrier.name] + op.n % stages][0]
+        if op.barrier.counts:
+            return phase > op.n // stages - op.before
         return (phase & 1) != (op.n // stages - op.before & 1)
 
-    def check_read(self, op: Op, buffers: Any) -> None:
-        if op.buffer is None:
-            return
-        use, state = buffers[self.buffer_at[op.buffer.name] + op.n % op.buffer.stages]
-        if (use, state) != (op.n, READY):
-            has = "is being written with" if state < READY else "has"
-            raise Wrong(f"reads {op.buffer.name} of use {op.n}; the buffer {has} use {use}")
+    def check_reads(self, op: Op, buffers: Any) -> None:
+        for buffer in op.reads:
+            use, state = buffers[self.buffer_at[buffer.name] + op.n % buffer.stages]
+            if (use, state) != (op.n, READY):
+                has = "is being written with" if state < READY else "has"
+                raise Wrong(f"reads {buffer.name} of use {op.n}; the buffer {has} use {use}")
 
     def apply(self, op: Op, state: State) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
         """Barriers and buffers after an operation; None if it waits."""
         _, old_barriers, old_buffers = state
-        if op.kind == "wait" and not self.passes(op, old_barriers):
+        parts = op.parts or (op,)
+        if parts[0].kind == "wait" and not self.passes(parts[0], old_barriers):
             return None
         barriers, buffers = list(old_barriers), list(old_buffers)
-        at = self.buffer_at[op.buffer.name] + op.n % op.buffer.stages if op.buffer else -1
-        if op.kind in ("wait", "arrive"):
-            self.check_read(op, buffers)
-        if op.kind == "arrive":
-            self.arrive(op, barriers, 0)
-        elif op.kind in ("write", "copy"):
-            assert op.buffer is not None
-            if buffers[at][1] < READY:
-                raise Wrong(f"writes {op.buffer.name} of use {op.n} while it is being written")
-            buffers[at] = (op.n, WRITING)
-            if op.kind == "copy":
-                assert op.barrier is not None
-                stage = self.barrier_at[op.barrier.name] + op.n % op.barrier.stages
-                buffers[at] = (op.n, -1 - stage)
-                self.arrive(op, barriers, 1)
-        elif op.kind == "publish":
-            assert op.buffer is not None
-            if buffers[at] != (op.n, WRITING):
-                raise Wrong(f"publishes {op.buffer.name} of use {op.n}: it has {buffers[at][0]}")
-            buffers[at] = (op.n, READY)
-            self.arrive(op, barriers, 0)
+        for part in parts:
+            self.perform(part, barriers, buffers)
         return tuple(barriers), tuple(buffers)
+
+    def perform(self, op: Op, barriers: list[Any], buffers: list[Any]) -> None:
+        if op.reads:
+            self.check_reads(op, buffers)
+        if op.buffer is not None:
+            at = self.buffer_at[op.buffer.name] + op.n % op.buffer.stages
+            if op.kind in ("write", "copy", "send"):
+                if buffers[at][1] < READY:
+                    raise Wrong(f"writes {op.buffer.name} of use {op.n} while it is being written")
+                buffers[at] = (op.n, WRITING if op.kind == "write" else self.flight(op))
+            else:
+                if buffers[at] != (op.n, WRITING):
+                    has = buffers[at][0]
+                    raise Wrong(f"publishes {op.buffer.name} of use {op.n}: it has {has}")
+                buffers[at] = (op.n, READY)
+        if op.kind in ("arrive", "publish", "copy", "expect"):
+            self.arrive(op, barriers, 1 if op.kind == "copy" else op.copies)
+
+    def flight(self, op: Op) -> int:
+        """The state of a buffer while a copy into it is in flight."""
+        assert op.barrier is not None
+        barrier = self.barrier_at[op.barrier.name] + op.n % op.barrier.stages
+        if op.source is None:
+            return -1 - barrier
+        source = self.buffer_at[op.source.name] + op.n % op.source.stages
+        return -1 - barrier - (source + 1) * len(self.counts)
+
+    def land(self, at: int, state: State) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Barriers and buffers after the copy into buffer `at` has landed."""
+        _, old_barriers, buffers = state
+        use, flight = buffers[at]
+        source, b = divmod(-1 - flight, len(self.counts))
+        name, barriers = self.buffer_names[at], list(old_barriers)
+        if source and buffers[source - 1] != (use, READY):
+            other = buffers[source - 1][0]
+            raise Wrong(f"{name} of use {use} lands; its source has use {other}")
+        phase, pending, expected = barriers[b]
+        if phase != use // self.barrier_stages[b]:
+            raise Wrong(f"{name} of use {use} lands in another phase of its barrier")
+        barriers[b] = (phase, pending, expected - 1)
+        self.complete(barriers, b, self.counts[b])
+        return tuple(barriers), (*buffers[:at], (use, READY), *buffers[at + 1 :])
 
     def successors(self, state: State) -> Iterator[tuple[int, Op | int, State | str]]:
         """Every next state, or the fault, after an operation of a role or a completed copy.
@@ -280,13 +351,10 @@ class Explorer:
                 yield number, op, (places, *changed)
         for at, (use, flight) in enumerate(buffers):
             if flight < 0:
-                b = -1 - flight
-                new_barriers = list(barriers)
-                phase, pending, expected = barriers[b]
-                new_barriers[b] = (phase, pending, expected - 1)
-                self.complete(new_barriers, b, self.counts[b])
-                landed = (*buffers[:at], (use, READY), *buffers[at + 1 :])
-                yield at, use, (roles, tuple(new_barriers), landed)
+                try:
+                    yield at, use, (roles, *self.land(at, state))
+                except Wrong as wrong:
+                    yield at, use, str(wrong)
 
     def text(self, number: int, event: Op | int) -> str:
         if isinstance(event, int):
@@ -315,12 +383,22 @@ class Explorer:
             at = 0
             for buffer in self.model.buffers:
                 first, *rest = buffers[at : at + buffer.stages]
-                moved_buffers += [(use - 1, _rotated(s, self.model)) for use, s in (*rest, first)]
+                moved_buffers += [(use - 1, self.rotated(s)) for use, s in (*rest, first)]
                 at += buffer.stages
             barriers, buffers = tuple(moved_barriers), tuple(moved_buffers)
         for first, last in self.copies:
             roles = (*roles[:first], *sorted(roles[first:last]), *roles[last:])
         return roles, barriers, buffers
+
+    def rotated(self, state: int) -> int:
+        """A buffer's state after every barrier and buffer has moved to the previous stage."""
+        if state >= 0:
+            return state
+        source, barrier = divmod(-1 - state, len(self.counts))
+        code = self.previous_barrier[barrier]
+        return (
+            -1 - code - (self.previous_buffer[source - 1] + 1 if source else 0) * len(self.counts)
+        )
 
     def explore(self, max_states: int) -> Result:
         seen: dict[State, State | None] = {self.canonical(s): None for s in self.starts()}
@@ -373,18 +451,13 @@ def _offsets(arrays: tuple[Any, ...]) -> dict[str, int]:
     return offsets
 
 
-def _rotated(state: int, model: Model) -> int:
-    """A buffer's state after every barrier has moved to the previous stage."""
-    if state >= 0:
-        return state
-    at = -1 - state
-    first = 0
-    for barrier in model.barriers:
-        if at < first + barrier.stages:
-            stage = (at - first - 1) % barrier.stages
-            return -1 - (first + stage)
-        first += barrier.stages
-    raise AssertionError(state)
+def _previous(arrays: tuple[Any, ...]) -> list[int]:
+    """For each stage of each array, the place of the stage before, wrapped round."""
+    places: list[int] = []
+    for array in arrays:
+        first = len(places)
+        places += [first + (stage - 1) % array.stages for stage in range(array.stages)]
+    return places
 
 
 VERBS = {
@@ -393,18 +466,25 @@ VERBS = {
     "write": "writes",
     "publish": "publishes on",
     "copy": "copies, to complete",
+    "expect": "expects bytes on",
+    "send": "sends, to complete",
 }
 
 
 def describe(op: Op | None) -> str:
     assert op is not None
-    verb = VERBS[op.kind]
+    if op.kind == "together":
+        return "; ".join(map(describe, op.parts))
+    reads = "reads " + " and ".join(buffer.name for buffer in op.reads)
+    if op.kind == "read":
+        return f"{reads} of use {op.n}"
     array = op.barrier or op.buffer
     assert array is not None
-    text = f"{verb} {array.name} of use {op.n - op.before * array.stages}"
-    if op.buffer is None or op.kind in ("write", "publish"):
-        return text
-    return f"{text}, {'into' if op.kind == 'copy' else 'reads'} {op.buffer.name}"
+    text = f"{VERBS[op.kind]} {array.name} of use {op.n - op.before * array.stages}"
+    if op.kind in ("copy", "send"):
+        assert op.buffer is not None
+        return f"{text}, into {op.buffer.name}"
+    return f"{text}, {reads}" if op.reads else text
 
 
 def explore(model: Model, max_states: int = 2_000_000) -> Result:

@@ -83,7 +83,35 @@ def graph() -> Iterator[Case]:
     yield case(heads_q=2, heads_kv=1, seqlens=PACKED[0], causal=True)
 
 
-PARTS = {part.__name__: part for part in (shapes, reuse, values, handover, graph)}
+# Racecheck is slow in products: these are smaller than PACKED.
+SEGMENTS = ((65, 65), (1, 130), (0, 9), (200, 130), (7, 0), (130, 200))
+
+
+def gradients() -> Iterator[Case]:
+    """Backward calls: odd lengths, packed batches and grouped heads, under every mask."""
+    for head_dim in (40, 64, 96, 128, 192, 256):
+        for mask in MASKS.values():
+            yield case(1, 65, 130, 2, 1, head_dim, **mask)
+            yield case(1, 200, 300, 2, 1, head_dim, **mask)
+            yield case(heads_q=2, heads_kv=1, head_dim=head_dim, seqlens=SEGMENTS, **mask)
+        yield case(1, 1, 1, 2, 1, head_dim)
+        yield case(heads_kv=1, head_dim=head_dim, seqlens=((3, 3), (7, 7)) * 20, causal=True)
+        yield case(1, 65, 130, 2, 1, head_dim, "float16", causal=True)
+
+
+def turns() -> Iterator[Case]:
+    """Deterministic backward calls: key blocks add in turns, more of them than run at once."""
+    for head_dim in (64, 96, 128, 192, 256):
+        for name in ("full", "causal", "band"):
+            yield case(1, 200, 700, 4, 2, head_dim, **MASKS[name])
+            yield case(heads_q=2, heads_kv=1, head_dim=head_dim, seqlens=SEGMENTS, **MASKS[name])
+        yield case(8, 130, 400, 10, 10, head_dim, causal=True)
+    yield case(1, 200, 700, 4, 2, 64, causal=True, softcap=20.0)
+
+
+VARIANTS = {"cuda": 0, "cuda-sm80": 80}
+PARTS = {part.__name__: part for part in (shapes, reuse, values, handover, graph, gradients, turns)}
+BACKWARD = ("gradients", "turns")
 
 
 class Inputs:
@@ -99,6 +127,15 @@ class Inputs:
             rows[:: max(1, len(rows) // 7)] = float("nan")
             rows[-1] = float("inf")
         return x.to(getattr(torch, c.dtype)).cuda()
+
+    def of_backward(
+        self, c: Case, q: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """dout, out, lse and dlse of a call. Any numbers: the values are not checked."""
+        *rows, heads, _ = q.shape
+        dout, out = (self.tensor(c, False, *q.shape) for _ in range(2))
+        lse = torch.full((*rows[:-1], heads, rows[-1]), 3.0).cuda()
+        return dout, out, lse, lse.clone()
 
     def of(self, c: Case, not_finite: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """q, k, v and, for a packed batch, the cumulative lengths."""
@@ -121,11 +158,32 @@ def call(c: Case, tensors: list[torch.Tensor], bounds: list[torch.Tensor], impl:
         attention(*tensors, impl=impl, **c.options)
 
 
+def call_backward(
+    c: Case,
+    tensors: list[torch.Tensor],
+    bounds: list[torch.Tensor],
+    impl: str,
+    given: tuple[torch.Tensor, ...],
+    deterministic: bool,
+) -> None:
+    dout, out, lse, dlse = given
+    torch.ops.attnscope.backward(
+        dout, *tensors, out, lse, dlse, *(bounds or (None, None)), scale=c.head_dim**-0.5,
+        max_seqlen_q=c.seqlen_q if bounds else 0, max_seqlen_k=c.seqlen_k if bounds else 0,
+        causal=c.causal, window_left=c.window[0], window_right=c.window[1], softcap=c.softcap,
+        variant=VARIANTS[impl], deterministic=deterministic,
+    )  # fmt: skip
+
+
 def main(impl: str, part: str) -> None:
     begin, count, inputs = time.monotonic(), 0, Inputs()
     for c in PARTS[part]():
         tensors, bounds = inputs.of(c, part == "values")
-        call(c, tensors, bounds, impl)
+        if part in BACKWARD:
+            given = inputs.of_backward(c, tensors[0])
+            call_backward(c, tensors, bounds, impl, given, part == "turns")
+        else:
+            call(c, tensors, bounds, impl)
         if part == "graph":
             captured = torch.cuda.CUDAGraph()
             with torch.cuda.graph(captured):

@@ -1,6 +1,7 @@
 // The threads of a block that compute dS, dK and dQ.
 #pragma once
 
+#include "attn/faults.cuh"
 #include "attn/nonfinite.cuh"
 #include "kernels/sm80_backward/epilogue.cuh"
 #include "kernels/sm80_backward/key_block.cuh"
@@ -88,7 +89,8 @@ struct Turn {
     before = call.last_first ? range.end - 1 - at.index : at.index - range.begin;
   }
   __device__ __forceinline__ void wait() const {
-    while (ptx::load_acquire(turn) < before) __nanosleep(20);
+    inject(Fault::kTurn, before);
+    while (kGuardedRing && ptx::load_acquire(turn) < before) __nanosleep(20);
   }
 };
 
@@ -127,6 +129,7 @@ __device__ __forceinline__ void add_dq(const BackwardParams& p, const BackwardCa
   }
   if (p.deterministic) {
     group_barrier<Config, 1>();
+    inject(Fault::kTurn, step.block);
     if (ptx::thread() == 0) ptx::release_add(Turn(call, at, step).turn);
   }
 }

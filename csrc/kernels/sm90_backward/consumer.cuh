@@ -73,6 +73,7 @@ class BackwardConsumer {
       ptx::wgmma_wait<1>();
       ptx::pin_registers(dp);
       score_gradients(slot, i, p, packed_p, dp, packed_ds);
+      inject(Fault::kRelease, 2 * i);
       issue_key_gradient<Config>(dk, packed_ds, queries(s.q, slot));
       advance_block();
       ptx::wgmma_wait<1>();  // for dV: frees the registers of P
@@ -83,6 +84,7 @@ class BackwardConsumer {
       ptx::wgmma_wait<1>();  // for dK: frees the registers of dS
       release(s.empty[slot.stage]);
       await_scores(i);
+      inject(Fault::kRelease, 2 * i + 1);
       issue_query_gradient<Config>(dq, scores(i), key_columns());
       ptx::wgmma_wait<1>();
       ptx::pin_registers(p);
@@ -154,8 +156,9 @@ class BackwardConsumer {
     } else {
       make_score_gradients<Config, false>(p, packed_p, dp, packed, s.delta[slot.stage]);
     }
-    store_scores<Config>(ptx::shared_address(s.ds[i & 1][consumer]), packed);
+    store_scores<Config>(ptx::shared_address(s.ds[buffer(i)][consumer]), packed);
     ptx::fence_proxy_async();
+    inject(Fault::kScores, i);
     release(s.ds_full[i & 1]);
     pass_query_gradient(i - 1);
   }
@@ -197,7 +200,8 @@ class BackwardConsumer {
   // One arrival a warp, after all of its lanes have read or written. Predicated, as in the forward.
   __device__ __forceinline__ static void release(uint64_t& barrier) {
     __syncwarp();
-    ptx::mbarrier_arrive_if(ptx::shared_address(&barrier), threadIdx.x % 32 == 0);
+    ptx::mbarrier_arrive_if(ptx::shared_address(&barrier),
+                            kEveryLaneArrives || threadIdx.x % 32 == 0);
   }
 
   // This consumer's 64 rows of K or V.
@@ -216,11 +220,14 @@ class BackwardConsumer {
     return {ptx::shared_address(ring) + slot.stage * Config::kQueryBytes,
             kBlockM * Config::kRowBytes};
   }
+  // The buffer of dS of a step.
+  __device__ __forceinline__ static int buffer(int i) { return kGuardedRing ? i & 1 : 0; }
   // The rows of dS for this consumer's part of dQ.
   __device__ __forceinline__ ptx::WgmmaDescriptor scores(int i) const {
     const int first = Config::kSplitRows ? consumer * 64 * Config::kRowBytes : 0;
-    return {ptx::shared_address(s.ds) + (i & 1) * Config::kConsumers * Config::kScoreBytes + first,
-            16};
+    return {
+        ptx::shared_address(s.ds) + buffer(i) * Config::kConsumers * Config::kScoreBytes + first,
+        16};
   }
 
   const BackwardArguments& a;

@@ -37,14 +37,17 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     for (int i = 0; i < Config::kStages; ++i) {
       ptx::mbarrier_init(shared_address(&s.q_full[i]), 1);
       ptx::mbarrier_init(shared_address(&s.dout_full[i]), 1);
-      ptx::mbarrier_init(shared_address(&s.empty[i]), kWarps);
+      ptx::mbarrier_init(shared_address(&s.empty[i]), kWarps * kWarpArrivals);
     }
     for (int i = 0; i < Config::kConsumers; ++i) {
       ptx::mbarrier_init(shared_address(&s.dq_full[i]), 4);
       ptx::mbarrier_init(shared_address(&s.dq_empty[i]), 1);
     }
-    for (uint64_t& full : s.ds_full) ptx::mbarrier_init(shared_address(&full), kWarps);
+    for (uint64_t& full : s.ds_full) {
+      ptx::mbarrier_init(shared_address(&full), kWarps * kWarpArrivals);
+    }
     ptx::fence_mbarrier_init();
+    init_late_loads(s);
   }
   __syncthreads();
   // The kernel before writes the statistics and zeroes dQ. Each thread block waits for it, even if
@@ -61,6 +64,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else if (warp <= Config::kConsumers) {
       write_query_gradients<Config>(a, s, warp - 1);
     }
+#ifdef ATTNSCOPE_FAULTS
+    if (warp == 3) {
+      issue_late_loads(s, [&](const LateLoad& copy) { issue_late_load<Config>(a, s, copy); });
+    }
+#endif
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     BackwardConsumer<Config>(a, s).run();

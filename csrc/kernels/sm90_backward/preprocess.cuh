@@ -43,6 +43,7 @@ __global__ void __launch_bounds__(kPreprocessThreads)
   const ForwardParams& p = a.params.forward;
   const int thread = threadIdx.x;
   ptx::launch_dependents();
+  inject(Fault::kTile, 2);
   if (a.packed) {
     clear_uncovered_rows<Element>(a.params.dq, a.params.dq_stride, p.heads_q, p.head_dim,
                                   p.cu_seqlens_q, p.total_q, p.batch, p.seqlen_q);

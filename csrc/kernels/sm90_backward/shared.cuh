@@ -3,6 +3,7 @@
 
 #include "attn/block_range.cuh"
 #include "attn/divisor.h"
+#include "attn/faults.cuh"
 #include "attn/params.h"
 #include "attn/ring.cuh"
 #include "attn/score_scales.h"
@@ -59,6 +60,19 @@ struct alignas(128) KeyTile {
   BlockRange consumer[2];  // full_begin, full_end: where all rows see all of a consumer's 64 keys
 };
 
+// What a producer loads.
+enum class Operand { kK, kV, kQ, kDout };
+
+#ifdef ATTNSCOPE_FAULTS
+// A delayed copy. The producer fills it in; a separate thread issues it.
+struct LateLoad {
+  int ready, done;
+  Operand operand;
+  int stage, head, block;
+  uint32_t start, cycles;
+};
+#endif
+
 // Barriers are named by the event that completes them.
 template <class Config>
 struct BackwardShared {
@@ -84,6 +98,9 @@ struct BackwardShared {
   uint64_t ds_full[2];
   uint64_t dq_full[Config::kConsumers];
   uint64_t dq_empty[Config::kConsumers];
+#ifdef ATTNSCOPE_FAULTS
+  LateLoad late_load;
+#endif
 };
 
 struct BackwardArguments {

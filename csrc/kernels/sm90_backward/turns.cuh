@@ -21,7 +21,8 @@ namespace attnscope::sm90 {
 // waits.
 __device__ __forceinline__ void await_turn(const BackwardArguments& a, const int* ticket,
                                            int turn) {
-  while (ptx::load_acquire(ticket) < turn && a.counter[1] == 0) {
+  inject(Fault::kTurn, turn);
+  while (kGuardedRing && ptx::load_acquire(ticket) < turn && a.counter[1] == 0) {
   }
 }
 
@@ -43,6 +44,7 @@ struct Turns {
   __device__ __forceinline__ static void finish(const BackwardArguments& a, int part) {
     ptx::tma_store_wait<0>();
     ptx::fence_proxy_async_global();
+    inject(Fault::kTurn, part);
     ptx::release_add(a.tickets + part);
   }
 };

@@ -27,17 +27,18 @@ __device__ __forceinline__ void init_barriers(WideShared<Config>& s) {
   const auto init = [](uint64_t& barrier, int arrivals) {
     ptx::mbarrier_init(shared_address(&barrier), arrivals);
   };
-  constexpr int kWarps = 4 * Config::kRanks;  // of one warpgroup of each rank
+  // One warpgroup of each rank.
+  constexpr int kArrivals = 4 * Config::kRanks * kWarpArrivals;
   init(s.k_full, 1);
   init(s.v_full, 1);
   for (uint64_t& barrier : s.q_full) init(barrier, 1);
-  for (uint64_t& barrier : s.q_empty) init(barrier, kWarps);
+  for (uint64_t& barrier : s.q_empty) init(barrier, kArrivals);
   for (uint64_t& barrier : s.dout_full) init(barrier, 1);
-  for (uint64_t& barrier : s.dout_empty) init(barrier, 2 * kWarps);
-  init(s.weights_full, 4);
-  init(s.weights_empty, 4);
+  for (uint64_t& barrier : s.dout_empty) init(barrier, 2 * kArrivals);
+  init(s.weights_full, 4 * kWarpArrivals);
+  init(s.weights_empty, 4 * kWarpArrivals);
   for (uint64_t& barrier : s.ds_full) init(barrier, 1);
-  for (uint64_t& barrier : s.ds_empty) init(barrier, kWarps);
+  for (uint64_t& barrier : s.ds_empty) init(barrier, kArrivals);
   ptx::fence_mbarrier_init();
 }
 
@@ -50,6 +51,8 @@ __global__ void __cluster_dims__(Config::kRanks, 1, 1) __launch_bounds__(Config:
 
   if (threadIdx.x == 0) {
     init_barriers<Config>(s);
+    init_late_loads(s);
+    inject(Fault::kTile, 0);
     if (a.tickets != nullptr && rank == 0) s.index = ptx::atomic_add(a.counter, 1);
   }
   ptx::cluster_sync();  // also before a block writes to the other's shared memory
@@ -68,6 +71,11 @@ __global__ void __cluster_dims__(Config::kRanks, 1, 1) __launch_bounds__(Config:
   if (threadIdx.x < 128) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     if (threadIdx.x == 0 && any && s.tile.begin < s.tile.end) produce_wide<Config>(a, s, rank);
+#ifdef ATTNSCOPE_FAULTS
+    if (threadIdx.x == 96 && any && s.tile.begin < s.tile.end) {
+      issue_late_loads(s, [&](const LateLoad& copy) { issue_late_load<Config>(a, s, rank, copy); });
+    }
+#endif
     __syncwarp();
     ptx::cluster_sync();
   } else if (threadIdx.x < 256) {

@@ -116,6 +116,7 @@ class ValueConsumer : WideConsumer<Config> {
         probabilities(p, packed, i);
         wait(s.dout_full[slot.stage], slot.parity);
         Base::clear_queries(s.dout[slot.stage], kBarrier);
+        inject(Fault::kRelease, i);
         Base::issue_gradient(dv, packed, Base::descriptor(s.dout[0], slot.stage));
         if (i + 1 == steps) break;
         issue_scores(p, i + 1);
@@ -169,6 +170,7 @@ class ValueConsumer : WideConsumer<Config> {
         weights[j * 128] = {packed[4 * j], packed[4 * j + 1], packed[4 * j + 2], packed[4 * j + 3]};
       }
     }
+    inject(Fault::kScores, i);
     Base::release(s.weights_full);
   }
 };
@@ -205,6 +207,7 @@ class KeyConsumer : WideConsumer<Config> {
         wait(s.q_full[slot.stage], slot.parity);
         score_gradients(dp, ds, i);
         Base::clear_queries(s.q[slot.stage], kBarrier);
+        inject(Fault::kRelease, 2 * i);
         Base::issue_gradient(dk, ds, Base::descriptor(s.q[0], slot.stage));
         if (i + 1 == steps) break;
         issue_gradients(dp, i + 1);
@@ -238,6 +241,7 @@ class KeyConsumer : WideConsumer<Config> {
     } else {
       score_gradients<false>(dp, ds, delta);
     }
+    inject(Fault::kRelease, 2 * i + 1);
     Base::release(s.weights_empty);
     pass_on(ds, i);
   }
@@ -269,6 +273,7 @@ class KeyConsumer : WideConsumer<Config> {
         ptx::shared_address(s.ds) + (slot.stage * Config::kRanks + rank) * Config::kScoreBytes;
     store_scores<Config>(shared, ds);
     ptx::fence_proxy_async();
+    inject(Fault::kScores, i);
     ptx::barrier_sync(kBarrier, 128);
     if (threadIdx.x % 128 == 0) {
       const uint32_t full = ptx::shared_address(&s.ds_full[slot.stage]);

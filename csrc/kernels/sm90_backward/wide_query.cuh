@@ -38,10 +38,12 @@ class QueryConsumer : WideRole<Config> {
       for (int j = 0; j < products; ++j) {
         const int column = column_block(j);
         Gradient dq;
+        if (!kGuardedRing && j + 1 == products) Base::release_ranks(s.ds_empty[slot.stage]);
+        inject(Fault::kRelease, 2 * i + j);
         issue_query_gradient(dq, slot.stage, column);
         ptx::wgmma_wait<0>();
         ptx::pin_registers(dq);
-        if (j + 1 == products) Base::release_ranks(s.ds_empty[slot.stage]);
+        if (kGuardedRing && j + 1 == products) Base::release_ranks(s.ds_empty[slot.stage]);
         await_turn(column);
         add(dq, column);
         finish_turn(column);
@@ -111,6 +113,7 @@ class QueryConsumer : WideRole<Config> {
       ptx::fence_proxy_async();
       __syncwarp();
       if (lane == 0) {
+        inject(Fault::kAdd, place * kColumnBlocks * 2 + column * 2 + i);
         ptx::bulk_add(gradient + i / 8 * Config::kPartFloats + i % 8 * 128, staging, 2048);
         ptx::tma_store_commit();
       }
@@ -138,6 +141,7 @@ class QueryConsumer : WideRole<Config> {
     ptx::fence_proxy_async_global();
     __threadfence();
     __syncwarp();
+    inject(Fault::kTurn, place * kColumnBlocks + column);
     if (threadIdx.x % 32 == 0) ptx::release_add(ticket(column));
   }
   __device__ __forceinline__ int* ticket(int column) const {

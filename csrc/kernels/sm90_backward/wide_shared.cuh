@@ -98,6 +98,9 @@ struct WideShared {
   uint64_t weights_full, weights_empty;
   uint64_t ds_full[kScoreBuffers];   // dS of all ranks
   uint64_t ds_empty[kScoreBuffers];  // *
+#ifdef ATTNSCOPE_FAULTS
+  LateLoad late_load;
+#endif
 };
 
 // What the three consumers do alike.
@@ -138,15 +141,18 @@ class WideRole {
   // One arrival a warp, after all of its lanes have read or written.
   __device__ __forceinline__ static void release(uint64_t& barrier) {
     __syncwarp();
-    ptx::mbarrier_arrive_if(ptx::shared_address(&barrier), threadIdx.x % 32 == 0);
+    ptx::mbarrier_arrive_if(ptx::shared_address(&barrier),
+                            kEveryLaneArrives || threadIdx.x % 32 == 0);
   }
   // The same at each rank's barrier.
   __device__ __forceinline__ static void release_ranks(uint64_t& barrier) {
     const int lane = threadIdx.x % 32;
     __syncwarp();
-    ptx::cluster_arrive_if(
-        ptx::cluster_address(ptx::shared_address(&barrier), lane % Config::kRanks),
-        lane < Config::kRanks);
+    for (int i = 0; i < (kEveryLaneArrives ? Config::kRanks : 1); ++i) {
+      ptx::cluster_arrive_if(
+          ptx::cluster_address(ptx::shared_address(&barrier), (lane + i) % Config::kRanks),
+          kEveryLaneArrives || lane < Config::kRanks);
+    }
   }
 
   // Zeroes rows of `blocks` column blocks from `first` on: they belong to another sequence, may

@@ -22,6 +22,7 @@ __device__ __forceinline__ void write_query_gradients(const BackwardArguments& a
 #pragma unroll 1
     for (int block = t.begin; block < t.end; ++block) {
       ptx::mbarrier_wait(ptx::shared_address(&s.dq_full[consumer]), count++ & 1);
+      inject(Fault::kAdd, count);
       if (a.tickets != nullptr) Turns<Config>::await(a, t, part, block);
       ptx::bulk_add(a.gradient + int64_t{part} * Config::kPartFloats,
                     ptx::shared_address(s.dq[consumer]), Config::kPartFloats * 4);
@@ -31,6 +32,7 @@ __device__ __forceinline__ void write_query_gradients(const BackwardArguments& a
       } else {
         ptx::tma_store_wait_read<0>();
       }
+      inject(Fault::kRelease, count);
       ptx::mbarrier_arrive(ptx::shared_address(&s.dq_empty[consumer]));
       part += Config::kConsumers;
     }

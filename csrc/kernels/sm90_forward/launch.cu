@@ -134,8 +134,10 @@ const char* launch_forward(const ForwardParams& p, void* stream) {
 extern "C" __attribute__((visibility("default"))) const char* attnscope_set_faults(
     uint32_t seed, uint32_t kinds, uint32_t rate, uint32_t cycles) {
   const attnscope::FaultPlan plan{seed, kinds, rate, cycles};
-  const cudaError_t error = cudaMemcpyToSymbol(attnscope::g_faults, &plan, sizeof(plan));
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  for (const attnscope::FaultSetter set : attnscope::fault_setters()) {
+    if (const cudaError_t error = set(plan); error != cudaSuccess) return cudaGetErrorString(error);
+  }
+  return nullptr;
 }
 #endif
 

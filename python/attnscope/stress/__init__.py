@@ -1,1 +1,1 @@
-"""Injected delays: the Hopper kernel's protocol under late copies, releases and tiles."""
+"""Injected delays: the protocols of the Hopper kernels under late copies, releases and tiles."""

@@ -9,6 +9,7 @@ from typing import Any
 from attnscope.inputs import Case
 
 HEAD_DIMS = (40, 64, 96, 128, 192, 256)
+BACKWARD_HEAD_DIMS = (64, 128, 192, 256)  # one for each row of the tile table
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},
@@ -48,9 +49,22 @@ def _options(options: dict[str, Any]) -> dict[str, Any]:
     return {"causal": False, "window": (-1, -1), "softcap": 0.0} | options
 
 
-def all_cases() -> Iterator[Case]:
+def all_cases(mode: str = "forward") -> Iterator[Case]:
     """Every case of the stress, in a fixed order."""
-    for head_dim in HEAD_DIMS:
+    yield from _cases_of_every_mode(HEAD_DIMS if mode == "forward" else BACKWARD_HEAD_DIMS)
+    if mode == "backward":
+        for head_dim in (40, 96, 136):  # columns past the head dim
+            yield case(seqlen_q=300, seqlen_k=512, head_dim=head_dim, causal=True)
+        for options in MASKS.values():  # eight query heads of a key head, one after the other
+            yield case(2, 512, 512, 8, 1, 128, **options)
+        return
+    # Two heads in a tile, and an odd number of them.
+    for options in MASKS.values():
+        yield case(50, 100, 130, 5, 5, 64, **options)
+
+
+def _cases_of_every_mode(head_dims: tuple[int, ...]) -> Iterator[Case]:
+    for head_dim in head_dims:
         for options in MASKS.values():
             for seqlen_q, seqlen_k in LENGTHS:
                 yield case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, **options)
@@ -61,12 +75,17 @@ def all_cases() -> Iterator[Case]:
         yield case(24, 300, 300, 8, 8, head_dim, causal=True)
         # Query heads side by side in a tile.
         yield case(40, 9, 130, 16, 2, head_dim, causal=True)
-    # Two heads in a tile, and an odd number of them.
-    for options in MASKS.values():
-        yield case(50, 100, 130, 5, 5, 64, **options)
     # Long sequences and more tiles than SMs: the tiles for many queries.
     for head_dim in (64, 128, 256):
         yield case(1, 4200, 4200, 8, 4, head_dim, causal=True)
+
+
+def turns() -> Iterator[Case]:
+    """Deterministic backward calls in which many key blocks add to the same queries."""
+    for head_dim in (64, 128, 256):
+        for name in ("full", "causal", "window"):
+            yield case(2, 700, 1000, 4, 2, head_dim, **MASKS[name])
+    yield case(seqlens=PACKED[0], causal=True)
 
 
 def plans(seed: int, count: int, cycles: int, kinds: int) -> Iterator[tuple[int, int, int, int]]:

@@ -14,17 +14,20 @@ import typer
 
 from attnscope.common.console import say
 from attnscope.common.options import bad_input, split
-from attnscope.stress.library import ALL_KINDS, KINDS, MAX_CYCLES, build
+from attnscope.stress.library import MAX_CYCLES, MODES, bits_of, build, kinds_of
 
+_KINDS_HELP = " ".join(f"{mode.capitalize()}: {', '.join(kinds)}." for mode, kinds in MODES.items())
 HANG_S = 300  # without a finished case; plus 10 ms per call
 
 
 def stress_command(
+    mode: Annotated[str, typer.Option(help="forward or backward.")] = "forward",
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Deterministic backward calls.")
+    ] = False,
     calls: Annotated[int, typer.Option(help="Launches in all, spread over the cases.")] = 10_000,
     cycles: Annotated[int, typer.Option(help="Longest delay, in SM cycles.")] = MAX_CYCLES,
-    kinds: Annotated[
-        str, typer.Option(help=f"Kinds of delay: {', '.join(KINDS)}. Left out, all.")
-    ] = "",
+    kinds: Annotated[str, typer.Option(help=f"Kinds of delay; left out, all. {_KINDS_HELP}")] = "",
     seed: Annotated[int, typer.Option(help="Seed of the inputs and the delays.")] = 0,
     unguarded: Annotated[
         bool, typer.Option("--unguarded", help="Plant the fault that the stress must find.")
@@ -32,17 +35,28 @@ def stress_command(
     library: Annotated[
         Path | None, typer.Option(help="A library with injected delays, instead of a build.")
     ] = None,
+    beside: Annotated[
+        bool, typer.Option("--beside", help="Run matrix products on another stream meanwhile.")
+    ] = False,
 ) -> None:
-    """Run the Hopper kernel under injected delays and compare every bit with undelayed calls.
+    """Run the Hopper kernels under injected delays and compare every bit with undelayed calls.
 
     Builds the CUDA library with -DATTNSCOPE_FAULTS on first use (it needs nvcc and the source
     tree). Copies, releases and tiles are delayed at random by up to --cycles; each case is compared
-    with fp64 first. The protocol is correct if no delay changes a bit. Exit code 0: no row is
-    wrong. 1: wrong rows, printed with the plan that repeats them, or a kernel that hangs. 2: bad
-    input, or the run broke off.
+    with fp64 first. The protocol is correct if no delay changes a bit. dq of a backward call that
+    is not deterministic may differ by the rounding of its sums. Exit code 0: no row is wrong. 1:
+    wrong rows, printed with the plan that repeats them, or a kernel that hangs. 2: bad input, or
+    the run broke off.
     """
     with bad_input("stress"):
-        chosen = _kinds(kinds)
+        if mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode}")
+        if deterministic and mode == "forward":
+            raise ValueError(
+                "deterministic must be left out, got --deterministic in mode forward, which always "
+                "is. Add --mode backward"
+            )
+        chosen = _kinds(kinds, kinds_of(mode, deterministic))
         for name, value, most in (("calls", calls, 10**9), ("cycles", cycles, 10**6)):
             if not 1 <= value <= most:
                 raise ValueError(f"{name} must be between 1 and {most}, got {value}")
@@ -51,6 +65,7 @@ def stress_command(
             raise ValueError(f"library must be a file, got {path}")
     command = [sys.executable, "-m", "attnscope.stress.run"]
     command += [f"--calls={calls}", f"--cycles={cycles}", f"--kinds={chosen}", f"--seed={seed}"]
+    command += [f"--mode={mode}", *["--deterministic"] * deterministic, *["--beside"] * beside]
     environment = os.environ | {"ATTNSCOPE_CUDA_LIBRARY": str(path.resolve())}
     done = wrong_calls = wrong_rows = failed = 0
     limit_s, last = HANG_S + calls / 100, "the start"
@@ -109,13 +124,13 @@ class Watch:
         self.timer.cancel()
 
 
-def _kinds(text: str) -> int:
+def _kinds(text: str, allowed: tuple[str, ...]) -> int:
     if not text:
-        return ALL_KINDS
+        return bits_of(allowed)
     words = split(text)
-    unknown = [word for word in words if word not in KINDS]
+    unknown = [word for word in words if word not in allowed]
     if unknown or not words:
         raise ValueError(
-            f"kinds must be among {', '.join(KINDS)}, got {', '.join(unknown) or text}"
+            f"kinds must be among {', '.join(allowed)}, got {', '.join(unknown) or text}"
         )
-    return sum(1 << KINDS.index(word) for word in set(words))
+    return bits_of(words)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from attnscope._load import PACKAGE, REBUILD
 
 # Must match enum Fault in csrc/attn/faults.cuh.
-KINDS = ("late-copy", "copy", "query", "release", "release-tile", "tile")
-ALL_KINDS = (1 << len(KINDS)) - 1
+KINDS = ("late-copy", "copy", "query", "release", "release-tile", "tile", "scores", "add", "turn")
+# Those that have an occasion in the kernels of a mode; turns are of deterministic calls.
+MODES = {
+    "forward": ("late-copy", "copy", "query", "release", "release-tile", "tile"),
+    "backward": ("late-copy", "copy", "release", "tile", "scores", "add", "turn"),
+}
 RATE_UNIT = 65536  # a plan's rate is a share of this many occasions
 MAX_CYCLES = 20_000
 # The definitions of each variant; its folder in build/ has its name.
@@ -42,12 +47,22 @@ class Plan:
 NO_DELAYS = Plan(0, 0, 0, 0)
 
 
+def kinds_of(mode: str, deterministic: bool = False) -> tuple[str, ...]:
+    """The kinds of delay that calls of a mode can have."""
+    return tuple(kind for kind in MODES[mode] if kind != "turn" or deterministic)
+
+
+def bits_of(kinds: Iterable[str]) -> int:
+    return sum(1 << KINDS.index(kind) for kind in set(kinds))
+
+
 def build(variant: str = "faults") -> Path:
     """Build a variant of the CUDA library and return its path; seconds where it is current.
 
     `faults` has injected delays; `faults-unguarded` also lacks the invariant of
-    csrc/attn/ring.cuh. `racecheck` arrives at barriers in a way that racecheck follows;
-    `planted-race` also has a race for it to find (csrc/attn/faults.cuh).
+    csrc/attn/ring.cuh, and its backward overwrites dS and adds dQ too early. `racecheck` arrives at
+    barriers in a way that racecheck follows; `planted-race` also has a race for it to find
+    (csrc/attn/faults.cuh).
     Raises ValueError outside the source tree or where the build fails.
     """
     root = next((r for r in (PACKAGE.parents[1], Path.cwd()) if (r / "setup.py").is_file()), None)

@@ -239,6 +239,32 @@ inline int vote(int value, bool all) {
 }
 inline bool __any_sync(unsigned, bool value) { return vote(value, false); }
 inline bool __all_sync(unsigned, bool value) { return vote(value, true); }
+inline unsigned __ballot_sync(unsigned, bool value) {
+  static const char operation = 0;
+  unsigned bits = value;
+  emulator::warp_instruction(&operation, bits, [](unsigned** lanes) {
+    unsigned all = 0;
+    for (int i = 0; i < 32; ++i) all |= *lanes[i] << i;
+    for (int i = 0; i < 32; ++i) *lanes[i] = all;
+  });
+  return bits;
+}
+inline int __shfl_sync(unsigned, int value, int lane) {
+  static const char operation = 0;
+  struct Operand {
+    int value, lane;
+  } operand{value, lane};
+  emulator::warp_instruction(&operation, operand, [](Operand** lanes) {
+    int values[32];
+    for (int i = 0; i < 32; ++i) values[i] = lanes[i]->value;
+    for (int i = 0; i < 32; ++i) lanes[i]->value = values[lanes[i]->lane];
+  });
+  return operand.value;
+}
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline unsigned __umulhi(unsigned a, unsigned b) {
+  return static_cast<unsigned>(uint64_t{a} * b >> 32);
+}
 inline void __nanosleep(unsigned) {
   static long calls = 0;
   if (++calls > 1000000) emulator::fail("waits for a later block");

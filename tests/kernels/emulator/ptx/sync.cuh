@@ -5,6 +5,8 @@ namespace attnscope::ptx {
 
 inline int lane() { return threadIdx.x % 32; }
 inline int thread() { return threadIdx.x; }
+inline int uniform(int value) { return value; }
+inline void fence_proxy_async_global() {}
 inline int atomic_add(int* global, int value) {
   const int before = *global;
   *global += value;

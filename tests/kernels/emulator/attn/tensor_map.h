@@ -1,0 +1,9 @@
+#pragma once
+
+namespace attnscope {
+
+struct TensorMap {
+  int head_step, batch_step;
+};
+
+}  // namespace attnscope

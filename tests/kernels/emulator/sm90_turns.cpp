@@ -1,0 +1,128 @@
+// The turns of the Hopper backward's key blocks (turns.cuh), by its own functions: a warp describes
+// the tiles in the order of their numbers. Nobody may have to wait, since a tile may wait only for
+// tiles of lower numbers. And each turn must be the number of tiles that have added before: with a
+// lower ticket it would wait.
+#include "emulator.h"
+#include "kernels/sm90_backward/tiles.cuh"
+#include "kernels/sm90_backward/turns.cuh"
+
+using namespace attnscope;
+using namespace attnscope::sm90;
+
+namespace {
+
+template <int kRows, int kKeys, int kParts>
+struct TileConfig {
+  static constexpr int kBlockM = kRows, kBlockN = kKeys, kConsumers = kParts;
+};
+
+struct Call {
+  int batch = 1, heads_kv = 2, seqlen_q = 0, seqlen_k = 0, left = -1, right = -1;
+  std::vector<int32_t> cu_q, cu_k;  // packed
+};
+
+long g_additions;
+int g_loads;  // of a ticket
+
+int blocks_of(int rows, int block) { return (rows + block - 1) / block; }
+
+// The message of what is wrong, or null. `section`: see TileOrder.
+template <class Config>
+const char* check(const Call& c, int section) {
+  const bool packed = !c.cu_q.empty();
+  int counter[2] = {};
+  BackwardArguments a{};
+  ForwardParams& p = a.params.forward;
+  p.batch = c.batch;
+  p.seqlen_q = c.seqlen_q;
+  p.seqlen_k = c.seqlen_k;
+  p.heads_q = p.heads_kv = c.heads_kv;
+  p.window_left = c.left;
+  p.window_right = c.right;
+  p.cu_seqlens_q = packed ? c.cu_q.data() : nullptr;
+  p.cu_seqlens_k = packed ? c.cu_k.data() : nullptr;
+  p.total_q = packed ? c.cu_q.back() : int64_t{c.batch} * c.seqlen_q;
+  p.total_k = packed ? c.cu_k.back() : int64_t{c.batch} * c.seqlen_k;
+  a.packed = packed;
+  a.group = 1;
+  a.counter = counter;
+  a.heads_kv = Divisor::of(c.heads_kv);
+  a.query_blocks = block_count(packed, p.total_q, c.seqlen_q, c.batch, Config::kBlockM);
+  a.dense_queries = Divisor::of(std::max(blocks_of(c.seqlen_q, Config::kBlockM), 1));
+  const int key_blocks = block_count(packed, p.total_k, c.seqlen_k, c.batch, Config::kBlockN);
+  a.key_blocks = Divisor::of(std::max(key_blocks, 1));
+  a.order = {blocks_of(c.seqlen_k, Config::kBlockN), c.batch * c.heads_kv, section, 0};
+  int ticket = 0;
+  a.tickets = &ticket;
+
+  std::vector<int> added(static_cast<size_t>(c.heads_kv) * a.query_blocks);
+  const char* wrong = nullptr;
+  KeyTile t;
+  emulator::launch(1, 32, 1, [&] {
+    for (int index = 0; index < key_blocks * c.heads_kv; ++index) {
+      describe_tile<Config>(a, index, t);
+      __syncwarp();
+      if (threadIdx.x == 0 && t.rows > 0) {
+        for (int block = t.begin; block < t.end; ++block) {
+          int& count = added.at(t.head_kv * a.query_blocks + t.first_block + block);
+          const auto waits = [&](int value) {
+            ticket = value;
+            g_loads = 0;
+            Turns<Config>::await(a, t, 0, block);
+            return g_loads > 1;
+          };
+          if (waits(count)) wrong = "a tile waits for one of a higher number";
+          if (!waits(count - 1)) wrong = "a tile does not wait for one before it";
+          ++count;
+          ++g_additions;
+        }
+      }
+      __syncwarp();
+    }
+  });
+  return wrong;
+}
+
+const char* check_all(const Call& c) {
+  const int heads = c.batch * c.heads_kv;
+  for (const int section : {1, 2, heads}) {
+    if (section > heads) continue;
+    const char* wrong = check<TileConfig<128, 128, 2>>(c, section);
+    if (wrong == nullptr) wrong = check<TileConfig<64, 128, 2>>(c, section);
+    if (wrong != nullptr) return wrong;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+int main() {
+  emulator::shared = static_cast<char*>(std::malloc(emulator::kSharedBytes));
+  ptx::on_load_acquire = [](const int* ticket) { return ++g_loads > 1 ? INT_MAX : *ticket; };
+  const int windows[][2] = {{-1, -1}, {-1, 0}, {0, 0}, {100, 30}, {40, 0}, {-1, 200}, {150, -1}};
+  const int lengths[][2] = {{1, 1}, {65, 700}, {700, 300}, {513, 513}, {1, 1000}, {130, 129}};
+  for (const auto& [left, right] : windows) {
+    Call packed{.batch = 0, .left = left, .right = right, .cu_q = {0}, .cu_k = {0}};
+    for (const auto& [queries, keys] : lengths) {
+      Call c{.batch = 2, .seqlen_q = queries, .seqlen_k = keys, .left = left, .right = right};
+      if (const char* wrong = check_all(c); wrong != nullptr) {
+        std::printf("%d queries, %d keys, window %d %d: %s\n", queries, keys, left, right, wrong);
+        return 1;
+      }
+      packed.cu_q.push_back(packed.cu_q.back() + queries);
+      packed.cu_k.push_back(packed.cu_k.back() + keys);
+      // Sequences without queries, or without keys.
+      packed.cu_q.push_back(packed.cu_q.back() + (keys % 2) * 7);
+      packed.cu_k.push_back(packed.cu_k.back() + (1 - keys % 2) * 9);
+    }
+    packed.batch = static_cast<int>(packed.cu_q.size()) - 1;
+    for (const int longest : {1000, 300}) {  // rows past 300 belong to no sequence
+      packed.seqlen_q = packed.seqlen_k = longest;
+      if (const char* wrong = check_all(packed); wrong != nullptr) {
+        std::printf("packed, window %d %d: %s\n", left, right, wrong);
+        return 1;
+      }
+    }
+  }
+  std::printf("%ld additions in turn\n", g_additions);
+}
