@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ import torch
 for cache in ("TORCHINDUCTOR_FX_GRAPH_CACHE", "TORCHINDUCTOR_AUTOGRAD_CACHE"):
     os.environ.setdefault(cache, "0")
 
+NEED_GPU = {"gpu", "sm90", "sanitizer"}
+NO_GPU = "no CUDA device, or this torch has no CUDA"
+
 
 def pytest_configure(config: pytest.Config) -> None:
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -17,17 +21,29 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(max(1, torch.get_num_threads() // workers))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_report_header() -> str | None:
+    return None if torch.cuda.is_available() else f"{NO_GPU}: tests that need one are left out"
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """A file test_*_gpu.py needs a GPU in all of its thousands of tests."""
+    gpu_only = collection_path.match("test_*_gpu.py")
+    return True if gpu_only and not torch.cuda.is_available() else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    gpu, kept, left_out = torch.cuda.is_available(), [], []
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         if marks & {"slow", "sanitizer"} and "timeout" not in marks:
             item.add_marker(pytest.mark.timeout(1800))
+        (kept if gpu or not marks & NEED_GPU else left_out).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     marks = {mark.name for mark in item.iter_markers()}
-    if marks & {"gpu", "sm90", "sanitizer"} and not torch.cuda.is_available():
-        pytest.skip("no CUDA device, or this torch has no CUDA")
     if "sm90" in marks and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip(f"needs a Hopper device, this one is {torch.cuda.get_device_name()}")
     if "timing" in marks and int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:

@@ -178,6 +178,8 @@ def test_ignored_files_and_recorded_data_are_left_alone(findings, tmp_path):
             "bench.x: parts of level 'tools'",
         ),
         ("bench/a.py", "from attnscope.studies.lm import b", "studies.lm: level 'studies' is"),
+        ("nsight/a.py", "from attnscope.bench import b", "bench: nsight does not import bench"),
+        ("profile/api.py", "from attnscope.nsight import b", "nsight: level 'sessions' is"),
         ("studies/a.py", "from attnscope import cli", "cli: level 'command line' is"),
         (
             "profile/trace/a.py",
@@ -208,6 +210,7 @@ def test_imports_down_the_order_pass(findings):
         "python/attnscope/profile/__init__.py": "from attnscope.profile.api import Profile\n",
         "python/attnscope/profile/api.py": "from attnscope.profile.render.html import page\n",
         "python/attnscope/ops.py": "from attnscope.functional import x\n",
+        "python/attnscope/nsight/a.py": "from attnscope.profile.render.html import page\n",
     }
     assert findings("import_order", files) == []
     assert findings("import_circles", files) == []

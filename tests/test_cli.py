@@ -50,6 +50,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     [
         ["--help"],
         ["profile", "--help"],
+        ["nsys", "--dry-run", "--", "true"],
         ["bench", "--help"],
         ["env", "--help"],
         ["compare", "--impl-a", "cuda", "--impl-b", "flash", RECORD],
@@ -86,7 +87,7 @@ def test_the_package_is_loaded_when_it_is_first_used():
         (["plot", "none.json"], "none.json: No such file"),
         (["profile", "--trace", "none.json"], "none.json: No such file"),
         (["bench", "--device", "cpu", "--suite", "none"], "suite: 'none' is neither"),
-        (["profile"], "script or --trace must be given"),
+        (["profile"], "must be given, and one only, got neither"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -33,8 +33,8 @@ def only_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
-    here = {name: ((), remedy) for name, (_, remedy) in doctor.TOOLS.items()}
-    monkeypatch.setattr(doctor, "TOOLS", here)
+    for name, (_, remedy) in doctor.TOOLS.items():
+        monkeypatch.setitem(doctor.TOOLS, name, ((), remedy))
     return folder
 
 

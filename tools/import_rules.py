@@ -14,7 +14,7 @@ Finding = tuple[Path, int, str]
 
 # From the bottom up. A part may import lower parts, and parts of its level if `shared` is true.
 LEVELS: tuple[tuple[str, bool, tuple[str, ...]], ...] = (
-    ("ground", True, ("common", "schemas", "_load", "ranges")),
+    ("ground", True, ("common", "schemas", "_load", "ranges", "counters")),
     (
         "ops",
         True,
@@ -23,13 +23,17 @@ LEVELS: tuple[tuple[str, bool, tuple[str, ...]], ...] = (
     ),
     ("tools", False, ("bench", "profile", "timeline", "stress", "doctor", "integrations")),
     ("old names", False, ("transformers",)),
+    ("sessions", False, ("nsight",)),
     ("studies", False, ("studies",)),
     ("command line", True, ("cli", "__main__")),
 )
 # Inside profile, from the bottom up; a module may import the modules before it.
 PROFILE = (
-    ("errors", "trace", "attribution", "analysis", "render", "api", "record", "script", "command")
+    ("errors", "trace", "attribution", "analysis", "render", "api", "record", "script")
+    + ("options", "reports", "command")
 )  # fmt: skip
+# Parts that never import the parts named here, whatever their levels.
+APART = {"nsight": ("bench", "timeline", "stress", "integrations", "transformers")}
 _LEVEL = {part: at for at, (_, _, parts) in enumerate(LEVELS) for part in parts}
 
 
@@ -61,8 +65,8 @@ def imports(text: str, known: dict[str, Path]) -> Iterator[tuple[str, int]]:
 
 
 def import_order(root: Path, files: list[Path]) -> Iterator[Finding]:
-    """Imports of python/attnscope go down the order: command line, studies, tools, ops, ground;
-    inside profile from the command to the trace."""
+    """Imports of python/attnscope go down the order: command line, studies, sessions, tools, ops,
+    ground; inside profile from the command to the trace."""
     known = modules(files)
     for name, path in known.items():
         part = name.partition(".")[0]
@@ -88,6 +92,8 @@ def _forbidden(name: str, target: str) -> str | None:
         return f"{theirs} comes after {mine} in profile" if above else None
     if part == other or other not in _LEVEL:
         return None
+    if other in APART.get(part, ()):
+        return f"{part} does not import {other}"
     level, shared, _ = LEVELS[_LEVEL[part]]
     if _LEVEL[other] > _LEVEL[part]:
         return f"level '{LEVELS[_LEVEL[other]][0]}' is above level '{level}'"

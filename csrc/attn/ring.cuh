@@ -18,8 +18,11 @@ template <int kStages>
 struct Slot {
   int stage;
   int parity;
-  __device__ __forceinline__ explicit Slot(int count)
-      : stage(count % kStages), parity(count / kStages & 1) {}
+  __device__ __forceinline__ explicit Slot(int count) {
+    __builtin_assume(count >= 0);
+    stage = count % kStages;
+    parity = count / kStages & 1;
+  }
 };
 
 }  // namespace attnscope

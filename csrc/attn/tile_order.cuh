@@ -33,15 +33,22 @@ struct Tile {
 };
 
 #ifdef __CUDACC__
-__device__ __forceinline__ Tile tile_at(const TileOrder& order, int index) {
+// `section_tiles` and `section` are order.section * order.m_blocks and order.section: numbers, or
+// divisors.
+template <class Number>
+__device__ __forceinline__ Tile tile_at(const TileOrder& order, int index, Number section_tiles,
+                                        Number section) {
   const int before = order.heads - order.last;
   const bool at_end = index >= before * order.m_blocks;
-  const int section = at_end ? order.last : order.section;
-  const int first = at_end ? before : index / (section * order.m_blocks) * section;
-  const int width = min(section, order.heads - first);
+  const int first = at_end ? before : index / section_tiles * order.section;
+  const int width = at_end ? order.last : min(order.section, order.heads - first);
   const int rest = index - first * order.m_blocks;
-  const int above = width == 1 ? rest : rest / width;
+  const int above = width == order.section ? rest / section : rest / width;
   return {order.m_blocks - 1 - above, first + rest - above * width};
+}
+
+__device__ __forceinline__ Tile tile_at(const TileOrder& order, int index) {
+  return tile_at(order, index, order.section * order.m_blocks, order.section);
 }
 #endif
 

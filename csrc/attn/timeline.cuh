@@ -1,5 +1,5 @@
 // Marks that the roles of a kernel write to global memory: when each state began. Only with
-// -DATTNSCOPE_TIMELINE; otherwise every call is empty.
+// -DATTNSCOPE_TIMELINE=<element>; otherwise every call is empty.
 //
 // Layout    uint32 words in rows of 16. Each block has one row of its own, then for each lane (a
 //           role) one end row, tile_rows + 1 rows for its tiles and step_rows + 1 for its steps.

@@ -19,13 +19,19 @@ COMMANDS = {
     "plot": ("attnscope.bench.plots:plot_command", "Draw the figures of a result file."),
     "export": ("attnscope.bench.command:export_command", "Write a result file as CSV or parquet."),
     "profile": ("attnscope.profile.command:profile_command", "Show where GPU time went."),
+    "nsys": ("attnscope.nsight.command:nsys_command", "Record a program under nsys; analyse it."),
+    "ncu": (
+        "attnscope.nsight.ncu_command:ncu_command",
+        "Show what limits kernels, by Nsight Compute.",
+    ),
     "timeline": ("attnscope.timeline.command:timeline_command", "Show a kernel from inside."),
     "stress": ("attnscope.stress.command:stress_command", "Delay a kernel; look for wrong rows."),
+    "report": ("attnscope.studies.page:report_command", "Put results on one HTML page."),
     "kernels": ("attnscope.kernels:kernels_command", "Show what every CUDA kernel uses."),
     "env": ("attnscope.cli:env_command", "Show what is installed, what runs, what is missing."),
 }
 # Commands that pass arguments on to another program: their own options end at its name.
-PASSING = ("profile",)
+PASSING = ("profile", "nsys", "ncu")
 HELP = (
     "Attention kernels and their instruments. Exit codes: 0 fine, 1 a gate or check failed, 2 bad "
     "input or a missing part, 130 interrupted."

@@ -32,7 +32,7 @@ def _domain() -> Any:
 
 @cache
 def _attributes(name: str) -> Any:
-    return _domain().get_event_attributes(message=_domain().get_registered_string(name))
+    return _domain().get_event_attributes(message=name)
 
 
 class _Range:

@@ -262,6 +262,19 @@ def test_the_limits_of_the_gate_are_those_of_numerics() -> None:
     )
 
 
+def test_rows_that_wait_for_the_host_and_uncommitted_code_are_marked(
+    files: Callable[..., list[str]],
+) -> None:
+    slow = [row | {"host_us": 1e4} for row in rows()]
+    fast = [row | {"host_us": 30.0} for row in rows()]
+    paths = files(slow, fast, H200 | {"git_dirty": True})
+    code, output = compare(*paths)
+    text = " ".join(output.split())
+    assert code == 0 and "A host late: 10000 us to enqueue" in text
+    assert f"back to back, the GPU waits: {len(rows())} of A, 0 of B" in text
+    assert "B was measured with changes that are not committed" in text
+
+
 def test_throttled_rows_and_drifting_samples_are_marked(files: Callable[..., list[str]]) -> None:
     drifting = ok_row("cuda-sm80", WORKS[0], 1.0, noise=0.0)
     drifting["samples_ms"] = [1.0 - 0.05 + 0.1 * i / 20 for i in range(21)]

@@ -88,6 +88,21 @@ def test_a_file_of_another_experiment_is_not_resumed(tmp_path: Path):
         Results.create(path, ENV | {"gpu": "other"}, resume=True)
 
 
+def test_a_result_of_record_needs_a_commit(tmp_path: Path):
+    path = tmp_path / "benchmarks" / "results" / "h200" / "r.json"
+    for git, got in (
+        ({"git_sha": "abc", "git_dirty": True}, "changes that are not committed"),
+        ({"git_sha": None, "git_dirty": None}, "no commit"),
+    ):
+        with pytest.raises(ValueError, match=f"unless the code is committed, got .*{got}"):
+            Results.create(path, ENV | git, resume=False)
+        Results.create(tmp_path / "r.json", ENV | git, resume=False).save()
+    committed = ENV | {"git_sha": "abc", "git_dirty": False}
+    Results.create(path, committed, resume=False).save()
+    with pytest.raises(ValueError, match="resume: git_sha must be 'abc'"):
+        Results.create(path, committed | {"git_sha": "def"}, resume=True)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

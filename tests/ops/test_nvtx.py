@@ -52,3 +52,24 @@ def test_calls_and_copies_are_ranges_of_one_domain(tmp_path, device, dtype):
     backward = f"push {ranges.DOMAIN} registered {ranges.BACKWARD} 128"
     forward_ranges = [call, pop, call, copy, pop, pop, call, pop]
     assert ours == [*forward_ranges, backward, copy, pop, pop]  # sum gives a dout without strides
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiles a small tool")
+def test_ranges_of_python_are_registered_in_the_same_domain(tmp_path):
+    """With a tool attached: without one, nvtx makes dummies that take anything."""
+    tool = tmp_path / "recorder.so"
+    subprocess.run(
+        ["g++", "-shared", "-fPIC", "-o", tool, SUPPORT / "nvtx_recorder.cpp"], check=True
+    )
+    program = "from attnscope import ranges\nfor name in ranges.TRITON_OPS + ranges.PHASES:\n"
+    program += "    with ranges.nvtx_range(name): pass\n"
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"NVTX_INJECTION64_PATH": str(tool)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    names = [line.split()[3] for line in result.stdout.splitlines() if line.startswith("push")]
+    assert f"push {ranges.DOMAIN} registered" in result.stdout
+    assert tuple(names) == ranges.TRITON_OPS + ranges.PHASES

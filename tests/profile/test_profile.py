@@ -322,7 +322,8 @@ def test_lines_are_shown_for_a_program_without_modules(
     )  # fmt: skip
     Profile.read(path).print()
     out = capsys.readouterr().out
-    assert out.startswith("lines: a GPU without a name; window 50 us; GPU work in 4 us of it\n")
+    assert out.startswith("the GPU worked 100% of the time; other 100% of its work\n")
+    assert "\nlines: a GPU without a name; window 50 us; GPU work in 4 us of it\n" in out
     assert "Python lines" in out and "mine.py(7): step" in out and "Modules" not in out
 
 

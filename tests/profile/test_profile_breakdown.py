@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pandas
@@ -10,6 +11,7 @@ from made_trace import (
     RECORDINGS,
     Event,
     MadeTrace,
+    cpu,
     kernel,
     launch,
     named,
@@ -18,6 +20,7 @@ from made_trace import (
     write_trace,
 )
 
+from attnscope.profile import Profile
 from attnscope.profile.analysis.steps import PARTS, find_steps, program_window, step_breakdown
 from attnscope.profile.attribution.backward import ENGINE
 from attnscope.profile.attribution.owners import Attribution, busy_ns
@@ -72,7 +75,7 @@ def test_steps_of_a_loop_without_a_profiler_schedule() -> None:
     assert list(step_breakdown(recorded("streams"))["step"]) == ["all"]
 
 
-def test_profiler_steps_win_and_wait_for_their_gpu_work(tmp_path: Path) -> None:
+def test_profiler_steps_last_from_start_to_start(tmp_path: Path) -> None:
     made = MadeTrace()
     for at, start in enumerate((0, 50, 110)):
         made.range(f"ProfilerStep#{at}", start, 40)
@@ -80,18 +83,20 @@ def test_profiler_steps_win_and_wait_for_their_gpu_work(tmp_path: Path) -> None:
         made.op("aten::mm", start + 2, 5)
     made.kernel("k", 30, 30, launch=3)  # of step 0, runs into step 1
     made.kernel("k", 60, 10, launch=53)
-    made.kernel("k", 120, 5, launch=113)
+    made.kernel("k", 120, 40, launch=113)  # outlasts the last range
     attribution = made.attribution(tmp_path)
     steps, rule = find_steps(attribution)
     assert rule == "the profiler's steps"
     assert [(s.name, s.start, s.end) for s in steps] == [
-        ("ProfilerStep#0", 0, 60_000),
-        ("ProfilerStep#1", 60_000, 90_000),
-        ("ProfilerStep#2", 110_000, 150_000),
+        ("ProfilerStep#0", 0, 50_000),
+        ("ProfilerStep#1", 50_000, 110_000),
+        ("ProfilerStep#2", 110_000, 160_000),
     ]
     table = step_breakdown(attribution)
-    assert list(table["kernel_us"]) == [30, 10, 5]
-    assert table.attrs["setup_us"] == pytest.approx(60 - 35)
+    assert list(table["kernel_us"]) == [20, 20, 40]
+    assert table.attrs["setup_us"] == pytest.approx(50 - 55)
+    assert (table.attrs["mean_us"], table.attrs["counted"]) == (55, 2)
+    assert table.attrs["sd_us"] == pytest.approx(50**0.5)
 
 
 def test_program_window(tmp_path: Path) -> None:
@@ -103,6 +108,78 @@ def test_program_window(tmp_path: Path) -> None:
     empty = MadeTrace()
     with pytest.raises(ValueError, match="trace must have an op"):
         program_window(empty.attribution(tmp_path).trace)
+
+
+def test_a_loader_that_is_exhausted_begins_no_step(tmp_path: Path) -> None:
+    """Two epochs of two batches: each ends with a call that finds none, the next draws a seed."""
+    load = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
+    step = "Optimizer.step#AdamW.step"
+    events: list[Event] = []
+    for epoch in (0, 1000):
+        events.append(op("aten::random_", epoch, epoch + 5))
+        for at in range(epoch + 10, epoch + 210, 100):
+            events += [named(load, at, at + 9), op("aten::mm", at + 20, at + 40)]
+        events.append(named(load, epoch + 300, epoch + 302))
+    path = write_trace(tmp_path / "t.json", *events)
+    steps, rule = find_steps(Attribution(read_trace(path)))
+    assert [step.start // 1000 for step in steps] == [10, 110, 1010, 1110] and load in rule
+    steppers = [named(step, at, at + 5) for at in (50, 150, 1050, 1150)]
+    path = write_trace(tmp_path / "t.json", *events, *steppers)
+    steps, rule = find_steps(Attribution(read_trace(path)))
+    ends = [0, 55, 155, 1055, 1155]
+    assert [(s.start // 1000, s.end // 1000) for s in steps] == list(pairwise(ends))
+    assert rule == f"to the end of each {step!r}"
+
+
+def test_a_range_that_agrees_with_the_optimizer_is_the_step(tmp_path: Path) -> None:
+    events = [named("work", at, at + 90) for at in (0, 100, 200)]
+    events += [named("Optimizer.step#SGD.step", at + 80, at + 85) for at in (0, 100, 200)]
+    for names, rule in (
+        (events, "from one outermost range 'work' to the next"),
+        (events[1:], "to"),
+    ):
+        path = write_trace(tmp_path / "t.json", *names)
+        steps, found = find_steps(Attribution(read_trace(path)))
+        assert len(steps) == 3 and found.startswith(rule)
+
+
+def test_steps_are_named_by_an_event(tmp_path: Path) -> None:
+    events = [named("all", 0, 1000)]
+    for at in (0, 300, 600):
+        events += [op("generate", at + 1, at + 200), op("generate", at + 20, at + 100)]
+        events.append(cpu("python_function", "serve.py(7): token", at + 1, at + 150))
+        events.append(cpu("python_function", "nn.Module: GPT_0", at + 2, at + 149))
+    path = write_trace(tmp_path / "t.json", *events)
+    owners = Attribution(read_trace(path))
+    for name in ("generate", "token", "GPT"):
+        steps, rule = find_steps(owners, name)
+        assert [step.name for step in steps] == [f"{name} 0", f"{name} 1", f"{name} 2"]
+        assert rule == f"from each {name!r} to the next" and steps[-1].end == 1_000_000
+    with pytest.raises(ValueError, match="got 'nowhere'. Its ranges are: all"):
+        find_steps(owners, "nowhere")
+
+
+def test_steps_of_a_trace_are_cut_out(tmp_path: Path) -> None:
+    made = MadeTrace()
+    for number in range(550, 556):
+        begin = 100 * (number - 550)
+        made.range(f"ProfilerStep#{number}", begin, 95)
+        made.op("aten::mm", begin + 5, 20)
+        made.kernel("k", begin + 90, 60, launch=begin + 10)  # runs on into the next step
+    path = write_trace(tmp_path / "t.json", *made.events, deviceProperties=made.devices)
+    whole = Profile.read(path)
+    assert list(whole.stages()["range"]) == ["ProfilerStep"]
+    assert whole.steps().attrs["setup_us"] is None  # 550 is not the program's first
+    found = Profile.read(path, range(551, 554))
+    table = found.steps()
+    assert list(table["step"]) == ["step 551", "step 552", "step 553"]
+    assert list(table["wall_us"]) == [100, 100, 100] and table.attrs["mean_us"] == 100
+    assert len(found.trace.kernels) == 3 and found.incomplete is None and found.lint.trusted
+    assert found.operators().set_index("name")["gpu_us"]["aten::mm"] == 180
+    found.export_chrome_trace(tmp_path / "added.json")
+    for wanted, have in ((range(552, 557), "got 556. It has 550:555"), (range(3), "got 0. It has")):
+        with pytest.raises(ValueError, match=have):
+            Profile.read(path, wanted)
 
 
 def test_steps_belong_to_one_thread(tmp_path: Path) -> None:

@@ -342,6 +342,42 @@ def test_categories_of_recorded_kernels() -> None:
             assert {category(symbol) for symbol in having(pattern)} == {kind}, pattern
 
 
+KINDS = {
+    "communication": (
+        "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)",
+        "void multimem_all_reduce_kernel<c10::BFloat16, 16>(c10::BFloat16*, unsigned long)",
+        "void vllm::cross_device_reduce_1stage<__nv_bfloat16, 8>(vllm::RankData*)",
+        "nvshmemi_transfer_rma_kernel",
+    ),
+    "attention": (
+        "_attn_fwd",
+        "_attn_bwd_dkdv",
+        "void flashinfer::BatchPrefillWithPagedKVCacheKernel<(flashinfer::PosEncodingMode)0>(P)",
+        "void flashinfer::BatchDecodeWithPagedKVCacheKernel<(flashinfer::PosEncodingMode)0>(P)",
+        "void flash_mla::decode::kernel<cutlass::bfloat16_t>(Params)",
+    ),
+    "GEMM": (
+        "fused_moe_kernel",
+        "cudnn_infer_volta_scudnn_128x64_relu_medium_nn_v1",
+        "void cudnn::winograd_nonfused::winogradForwardData4x4<float, float>(Params)",
+        "volta_sgemm_128x32_nt",
+    ),
+    "other": (
+        "void fbgemm_gpu::permute_2D_data_kernel<false, int, int>(int, int, int const*)",
+        "void causal_conv1d_fwd_kernel<Causal_conv1d_fwd_kernel_traits<128, 4>>(ConvParamsBase)",
+        "void fft2d_r2c_32x32<float>(float2*, float const*, cudnn::reduced_divisor)",
+    ),
+    "elementwise": ("triton_poi_fused_all_gather_into_tensor_0",),
+    "memory": ("void cudnn::ops::nchwToNhwcKernel<float, float>(Params)",),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_of_other_projects(kind: str) -> None:
+    assert {symbol: category(symbol) for symbol in KINDS[kind]} == dict.fromkeys(KINDS[kind], kind)
+
+
 @pytest.mark.parametrize(
     ("symbol", "name", "multiplies"),
     [

@@ -296,8 +296,9 @@ def test_the_trace_that_was_read_is_not_written_over(link: bool, tmp_path: Path)
     assert source.read_text() == before
 
 
-def test_a_trace_without_events_has_every_file(tmp_path: Path) -> None:
-    found = Profile.read(write_trace(tmp_path / "t.json"))
+def test_a_trace_of_one_cuda_call_has_every_file(tmp_path: Path) -> None:
+    call = launch(1, 5, "cudaDeviceSynchronize")
+    found = Profile.read(write_trace(tmp_path / "t.json", call))
     text, _ = page(found, tmp_path)
     assert "no op, no range" in text or "no kernel" in text
     to_json(found, tmp_path / "p.json")
@@ -306,7 +307,7 @@ def test_a_trace_without_events_has_every_file(tmp_path: Path) -> None:
     assert len(content["efficiency_reasons"]) == 4
     write_csv(found, tmp_path / "csv")
     write_chrome_trace(found, tmp_path / "added.json")
-    assert strict(tmp_path / "added.json")["traceEvents"] == []
+    assert strict(tmp_path / "added.json")["traceEvents"] == [call]
 
 
 def added(found: Profile, path: Path) -> list[dict[str, Any]]:

@@ -411,3 +411,72 @@ def test_steps_that_never_come_are_an_error(
     command = ["profile", *arguments, str(script), str(tmp_path / "count")]
     result = CliRunner().invoke(build("profile"), command)
     assert result.exit_code == 2 and message in result.output
+
+
+def decode(x: torch.Tensor) -> torch.Tensor:
+    with annotate("token"):
+        return x.softmax(-1) * 2
+
+
+def tokens(count: int, device: str = "cpu") -> None:
+    x = torch.ones(4, 8, device=device)
+    for _ in range(count):
+        x = decode(x)
+
+
+FUNCTIONS = pytest.mark.skipif(sys.version_info < (3, 12), reason="functions need Python 3.12")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["token", pytest.param("decode", marks=FUNCTIONS)])
+def test_each_entry_of_a_range_or_function_begins_a_step(name: str, device: str) -> None:
+    with profile(steps=range(4, 7), step_range=name) as found:
+        tokens(9, device)
+    assert calls(found, "aten::softmax") == 3 and found.interrupted is None
+    table = found.steps()
+    assert table["step"].tolist() == ["step 4", "step 5", "step 6"]
+    assert table.attrs["steps"] == f"from each {name!r} to the next"
+    assert found.unprofiled_wall_s is not None
+    with profile(step_range=name) as whole:
+        tokens(5, device)
+    assert len(whole.steps()) == 5 and calls(whole, "aten::softmax") == 5
+    assert whole.steps().attrs["counted"] == 4 and whole.steps().attrs["sd_us"] > 0
+
+
+@FUNCTIONS
+def test_a_module_is_named_by_its_class() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+    with profile(steps=range(1, 3), step_range="Sequential") as found:
+        for _ in range(5):
+            model(torch.ones(2, 8))
+    assert calls(found, "aten::addmm") == 2
+
+
+def test_the_last_step_ends_with_the_region() -> None:
+    for last, interrupted in ((7, None), (9, "the end of the region, after 8 steps of 10")):
+        with profile(steps=range(6, last + 1), step_range="token") as found:
+            tokens(8)
+        assert calls(found, "aten::softmax") == 2 and found.interrupted == interrupted
+        assert found.steps()["step"].tolist() == ["step 6", "step 7"]
+
+
+def test_a_range_that_is_never_entered(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ProfileError, match="got 5 in a region with 3 entries of 'token'"):
+        with profile(steps=range(5, 6), step_range="token"):
+            tokens(3)
+    with pytest.raises(ProfileError, match="step_range must be entered .*, got 'nowhere'"):
+        with profile(steps=range(1), step_range="nowhere"):
+            tokens(3)
+    with profile(step_range="nowhere") as found:
+        tokens(3)
+    assert calls(found, "aten::softmax") == 3 and "there are no steps" in capsys.readouterr().err
+
+
+def test_an_entry_in_another_thread_is_an_error() -> None:
+    with pytest.raises(ProfileError, match="got an entry on another thread"):
+        with profile(steps=range(1, 2), step_range="token"):
+            thread = threading.Thread(target=tokens, args=(3,))
+            thread.start()
+            thread.join()
+    with annotate("token"):  # the watch has ended
+        pass

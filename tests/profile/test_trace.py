@@ -132,10 +132,11 @@ def test_the_size_of_a_chunk_changes_nothing(chunk: int, monkeypatch: pytest.Mon
 
 def test_a_number_may_lie_across_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     text = '{"a": 12.5e+3, "traceEvents": [1, 2.25], "b": -0.125}'
-    want = [("a", "12.5e+3"), ("traceEvents", 1), ("traceEvents", "2.25"), ("b", "-0.125")]
+    want = [("a", "12.5e+3"), ("traceEvents", [1, "2.25"]), ("b", "-0.125")]
     for chunk in range(1, len(text)):
         monkeypatch.setattr(jsonstream, "CHUNK", chunk)
-        assert list(jsonstream.members(io.StringIO(text), Path("t"), "traceEvents")) == want
+        members = jsonstream.JsonText(io.StringIO(text), Path("t")).members("traceEvents")
+        assert [(k, list(v) if k == "traceEvents" else v) for k, v in members] == want
 
 
 def test_a_file_cut_off_anywhere_is_an_error_that_says_so(tmp_path: Path) -> None:
@@ -166,7 +167,6 @@ def test_a_file_cut_off_anywhere_is_an_error_that_says_so(tmp_path: Path) -> Non
         ('{"traceEvents": [1]}', "event 1"),
         ('{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "a"}]}', "event 1 .*'ts'"),
         ('{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "a", "ts": "x"}]}', "event 1"),
-        ('{"traceEvents": [{"ph": "X", "cat": "kernel", "ts": 1, "dur": -1}]}', "event 1 .*dur -1"),
         ('{"traceEvents": [], 5: 1}', "a key is expected"),
         ('{"traceEvents": []} {}', "text after the end of the object, at character 20"),
     ],
@@ -213,6 +213,18 @@ def test_events_that_cross_do_not_nest(tmp_path: Path) -> None:
     assert parents == {"a": -1, "b": -1, "x": 1, "y": 1}
 
 
+def test_a_python_frame_without_an_end_ends_with_its_caller(tmp_path: Path) -> None:
+    frames = [
+        cpu("python_function", name, start, end)
+        for name, start, end in [
+            ("main", 0, 90), ("model", 1, 30), ("apply", 5, 90), ("inside", 6, 9), ("after", 40, 50)
+        ]
+    ]  # fmt: skip
+    main, model, apply, inside, after = read_trace(write_trace(tmp_path / "t", *frames)).cpu
+    assert (apply.end, apply.parent) == (model.end, model.index)
+    assert (inside.parent, after.parent) == (apply.index, main.index)
+
+
 def test_events_of_the_same_time_nest_as_they_are_entered(tmp_path: Path) -> None:
     path = write_trace(
         tmp_path / "t.json",
@@ -257,7 +269,7 @@ def test_sentinels_are_taken_out_and_bound_the_window(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ended", "last"),
     [
-        ([named(STEPS_END, 28, 28)], [("step 8", 25_000, 34_000)]),
+        ([named(STEPS_END, 28, 28)], [("step 8", 17_000, 34_000)]),
         ([], []),
     ],
     ids=["ended", "cut off"],
@@ -290,7 +302,7 @@ def test_marks_of_steps_are_taken_out_and_what_is_open_at_the_end_is_cut(
     assert [r.name for r in attribution.ranges(trace.gpu[2])] == ["optimizer"]
     steps, rule = find_steps(attribution)
     assert [(s.name, s.start, s.end) for s in steps] == [
-        ("step 7", 12_000, 25_000), *last
+        ("step 7", 12_000, 17_000 if last else 25_000), *last
     ]  # fmt: skip
     assert rule == "to the end of each step of the optimizer"
 
@@ -311,9 +323,10 @@ def test_memory_is_bounded_by_the_size_of_the_file(tmp_path: Path) -> None:
     """At most twice the bytes of the JSON; the bound is the same at 200 MB."""
     path = tmp_path / "big.json"
     with gzip.open(RECORDED / "stack.json.gz", "rt") as file:
-        events = [json.dumps(e) for e in json.load(file)["traceEvents"]]
+        events = json.load(file)["traceEvents"]
     with path.open("w") as file:
-        file.write('{"traceEvents": [' + ",\n".join(events * 4) + "]}")
+        later = (e | {"ts": e.get("ts", 0) + 1e6 * again} for again in range(4) for e in events)
+        file.write('{"traceEvents": [' + ",\n".join(map(json.dumps, later)) + "]}")
     tracemalloc.start()
     try:
         trace = read_trace(path)

@@ -460,7 +460,7 @@ def test_nothing_of_it_is_in_the_normal_build():
 @pytest.fixture(scope="module")
 def built() -> tuple[Path, list[dict], float]:
     try:
-        return library.build(ROOT)
+        return library.build(ROOT, "bfloat16")
     except ValueError as error:
         pytest.skip(str(error))
 
@@ -472,10 +472,8 @@ def test_the_instrumented_kernel_compiles_and_spills_little(built):
     kernels = [u for u in usage if "forward_kernel" in u["kernel"]]
     tiles = [t for t in json.loads(torch.ops.attnscope.kernels()) if t["kernel"] == "sm90_forward"]
     for tile in tiles:
-        for dtype in ("bfloat16", "float16"):
-            mine = library.usage_of(usage, tile, dtype)
-            assert mine["spill_store_bytes"] <= 128
-    assert len(kernels) == 2 * len(tiles)
+        assert library.usage_of(usage, tile)["spill_store_bytes"] <= 128
+    assert len(kernels) == len(tiles)
     assert seconds < 120  # parallel to other tests; 20 s alone
 
 

@@ -111,6 +111,7 @@ class Consumer {
   // Releases blocks `block` - 1 down to `last` unread: only other consumers' rows see them.
   __device__ __forceinline__ void skip(int block, int last, ConsumerTile::Mark state) {
     mark(state);
+#pragma unroll 1
     for (; block > last; --block) {
       const Ring slot(blocks++);
       if constexpr (kGuardedRing) {
@@ -153,9 +154,12 @@ class Consumer {
                                        Probabilities<Config>& p_before,
                                        Probabilities<Config>& p_here) {
     const Ring v_slot(blocks++), k_slot(blocks);
-    const bool boundary = t.is_boundary(block);
     mark(ConsumerStep::kIssueScores);
     issue_scores<Config>(f, q, k(k_slot));
+    // Decided while S is computed. Where registers are short it would be spilled.
+    int is_boundary = t.is_boundary(block);
+    if constexpr (Config::kScoresLive) asm volatile("" : "+r"(is_boundary));
+    const bool boundary = is_boundary != 0;
     mark(ConsumerStep::kAwaitV);
     wait(s.v_full[v_slot.stage], v_slot.parity);
     mark(ConsumerStep::kIssueOutput);

@@ -26,9 +26,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   using ptx::shared_address;
 
   if (threadIdx.x == 0) {
-    ptx::prefetch_tensor_map(&a.q.map);
-    ptx::prefetch_tensor_map(&a.k.map);
-    ptx::prefetch_tensor_map(&a.v.map);
     constexpr int kWarps = 4 * Config::kConsumers;
     for (int i = 0; i < Config::kQStages * Config::kConsumers; ++i) {
       ptx::mbarrier_init(shared_address(&s.q_full[0][0] + i), 1);
@@ -36,7 +33,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     }
     ptx::mbarrier_init(shared_address(&s.tile_wanted), 1);
     for (int i = 0; i < ForwardShared<Config>::kTiles; ++i) {
-      ptx::mbarrier_init(shared_address(&s.tile_full[i]), 32);
+      ptx::mbarrier_init(shared_address(&s.tile_full[i]), kEveryLaneArrives ? 32 : 1);
       ptx::mbarrier_init(shared_address(&s.tile_empty[i]),
                          (kEveryLaneArrives ? 32 : 1) * kWarps + 2);
     }
@@ -50,6 +47,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
 #ifdef ATTNSCOPE_FAULTS
     s.late_copy.ready = s.late_copy.done = 0;
 #endif
+  }
+  if (threadIdx.x / 32 == 1) describe_first_tile<Config>(a, s);
+  if (threadIdx.x == 64) {
+    ptx::prefetch_tensor_map(&a.k.map);
+    ptx::prefetch_tensor_map(&a.q.map);
+    ptx::prefetch_tensor_map(&a.v.map);
+    ptx::prefetch_tensor_map(&a.out.map);
   }
   Timeline::begin(threadIdx.x == 0);
   __syncthreads();

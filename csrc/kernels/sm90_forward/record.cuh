@@ -1,6 +1,8 @@
-// The C interface of the instrumented library (-DATTNSCOPE_TIMELINE) for dense contiguous tensors
-// of one device. Caller: python/attnscope/timeline/library.py.
+// The C interface of the instrumented library (-DATTNSCOPE_TIMELINE=<element>) for dense contiguous
+// tensors of one device. Caller: python/attnscope/timeline/library.py.
 #pragma once
+
+#include <type_traits>
 
 #include "attn/device.h"
 #include "attn/timeline.cuh"
@@ -22,15 +24,15 @@ ATTNSCOPE_EXPORT const char* attnscope_timeline_buffer(uint32_t* words, int lane
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-// q, out [batch, seqlen_q, heads_q, head_dim], k, v [batch, seqlen_k, heads_kv, head_dim] of bf16
-// or fp16, lse [batch, heads_q, seqlen_q]. Null, or why it was not launched: a tile that differs
-// from the caller's would write marks out of the buffer.
+// q, out [batch, seqlen_q, heads_q, head_dim], k, v [batch, seqlen_k, heads_kv, head_dim] of type
+// ATTNSCOPE_TIMELINE, lse [batch, heads_q, seqlen_q]. Null, or why it was not launched: a tile that
+// differs from the caller's would write marks out of the buffer.
 ATTNSCOPE_EXPORT const char* attnscope_timeline_forward(const void* q, const void* k, const void* v,
                                                         void* out, float* lse, int batch,
                                                         int seqlen_q, int seqlen_k, int heads_q,
-                                                        int heads_kv, int head_dim, bool bfloat16,
-                                                        bool causal, double scale,
-                                                        const TimelineTile* tile, void* stream) {
+                                                        int heads_kv, int head_dim, bool causal,
+                                                        double scale, const TimelineTile* tile,
+                                                        void* stream) {
   using attnscope::Strides;
   const auto strides = [head_dim](int64_t rows, int64_t heads) {
     return Strides{rows * heads * head_dim, heads * head_dim, head_dim};
@@ -53,7 +55,8 @@ ATTNSCOPE_EXPORT const char* attnscope_timeline_forward(const void* q, const voi
   p.heads_q = heads_q;
   p.heads_kv = heads_kv;
   p.head_dim = p.head_dim_v = head_dim;
-  p.dtype = bfloat16 ? attnscope::DType::kBFloat16 : attnscope::DType::kFloat16;
+  p.dtype = std::is_same_v<ATTNSCOPE_TIMELINE, __half> ? attnscope::DType::kFloat16
+                                                       : attnscope::DType::kBFloat16;
   p.scale = scale;
   p.window_left = -1;
   p.window_right = causal ? 0 : -1;

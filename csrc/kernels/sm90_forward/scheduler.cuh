@@ -53,7 +53,7 @@ __device__ __forceinline__ bool find_tile(const ForwardArguments& a, TileQueue& 
     sequence = s.batch + here;
     tile = tile_at(order, index - first);
   } else {
-    tile = tile_at(a.order, index);
+    tile = tile_at(a.order, index, a.section_tiles, a.section);
   }
   if (lane == 0) {
     const int batch = tile.head / a.heads;  // 0 in a packed batch
@@ -147,6 +147,33 @@ __device__ __forceinline__ void note_tile(const Timeline& timeline, int tile, co
   timeline.note(tile, SchedulerTile::kEndRow, w.end_row);
 }
 
+// Finds and describes the tile of the queue's index. False if there is none. Warp-converged.
+template <class Config>
+__device__ __forceinline__ bool fill_in(const ForwardArguments& a, TileQueue& queue, TileWork& w) {
+  if (!find_tile<Config>(a, queue, w)) return false;
+  __syncwarp();
+  describe_tile<Config>(a, queue, w);
+  __syncwarp();
+  return true;
+}
+
+// Describes the first tile, whose number is the block's own. It needs no barrier, so it can run
+// beside their initialisation. Warp-converged.
+template <class Config>
+__device__ __forceinline__ void describe_first_tile(const ForwardArguments& a,
+                                                    ForwardShared<Config>& s) {
+  const bool elected = threadIdx.x % 32 == 0;
+  if (elected) {
+    s.queue.tiles = 0;
+    s.queue.index = blockIdx.x;
+    s.queue.batch = 0;
+  }
+  __syncwarp();
+  if (a.packed) count_tiles<Config>(a, s.queue, 0);
+  const bool stop = !fill_in<Config>(a, s.queue, s.tile[0]);
+  if (elected) s.tile[0].stop = stop;
+}
+
 // Hands out tiles until none is left. It takes a tile only when the producer nears the end of the
 // tile before: the next tile goes to the block that is free first, which balances long tiles. With
 // prefetch_tiles it takes a tile as soon as a slot is free: for short tiles latency counts more.
@@ -155,46 +182,39 @@ template <class Config>
 __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShared<Config>& s) {
   using ptx::shared_address;
   const bool elected = threadIdx.x % 32 == 0;
+  // Where each block has one tile at most, there is nothing to count.
+  const bool counts = a.tiles > gridDim.x;
   const auto take_index = [&] {
-    s.queue.index = gridDim.x + ptx::atomic_add(&a.counter->taken, 1);
+    s.queue.index = counts ? gridDim.x + ptx::atomic_add(&a.counter->taken, 1) : a.tiles;
   };
-  if (elected) {
-    s.queue.tiles = 0;
-    s.queue.index = blockIdx.x;
-    s.queue.batch = 0;
-  }
-  __syncwarp();
-  if (a.packed) count_tiles<Config>(a, s.queue, 0);
   const Timeline timeline(Lane::kScheduler, elected);
   using TileSlot = Slot<ForwardShared<Config>::kTiles>;
   while (true) {
     const int tiles = s.queue.tiles;
+    const TileSlot slot(tiles);
+    TileWork& w = s.tile[slot.stage];
     timeline.tile(tiles, SchedulerTile::kAwaitRequest);
-    if (tiles > 0) {
+    bool described = tiles == 0;
+    if (!described) {
       if (!a.prefetch_tiles) ptx::mbarrier_wait(shared_address(&s.tile_wanted), tiles - 1 & 1);
       timeline.tile(tiles, SchedulerTile::kTake);
       if (elected) take_index();
       __syncwarp();
-    }
-    timeline.tile(tiles, SchedulerTile::kAwaitSlot);
-    const TileSlot slot(tiles);
-    if constexpr (kGuardedTiles) {
-      ptx::mbarrier_wait(shared_address(&s.tile_empty[slot.stage]), slot.parity ^ 1);
+      timeline.tile(tiles, SchedulerTile::kAwaitSlot);
+      if constexpr (kGuardedTiles) {
+        ptx::mbarrier_wait(shared_address(&s.tile_empty[slot.stage]), slot.parity ^ 1);
+      }
     }
     timeline.tile(tiles, SchedulerTile::kHand);
-    TileWork& w = s.tile[slot.stage];
     bool stop;
     while (true) {
-      stop = !find_tile<Config>(a, s.queue, w);
-      if (stop) break;
-      __syncwarp();
-      describe_tile<Config>(a, s.queue, w);
-      __syncwarp();
-      if (w.range.begin < w.range.end) break;
+      stop = described ? w.stop : !fill_in<Config>(a, s.queue, w);
+      if (stop || w.range.begin < w.range.end) break;
       store_empty<Config>(a, w);
       __syncwarp();
       if (elected) take_index();
       __syncwarp();
+      described = false;
     }
     if (stop) {
       timeline.finish(s.queue.tiles, 0);
@@ -203,15 +223,17 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
     }
     if (elected) w.stop = stop;
     inject(Fault::kTile, s.queue.tiles);
-    // Every lane arrives, since every lane wrote a part.
-    ptx::mbarrier_arrive(shared_address(&s.tile_full[TileSlot(s.queue.tiles).stage]));
+    if constexpr (!kEveryLaneArrives) __syncwarp();
+    if (kEveryLaneArrives || elected) {
+      ptx::mbarrier_arrive(shared_address(&s.tile_full[TileSlot(s.queue.tiles).stage]));
+    }
     if (stop) break;
     __syncwarp();
     if (elected) ++s.queue.tiles;
     __syncwarp();
   }
   // The last block to get here leaves the counter at zero.
-  if (elected && ptx::atomic_add(&a.counter->finished, 1) == gridDim.x - 1) {
+  if (elected && counts && ptx::atomic_add(&a.counter->finished, 1) == gridDim.x - 1) {
     a.counter->taken = 0;
     a.counter->finished = 0;
   }

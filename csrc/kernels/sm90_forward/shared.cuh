@@ -126,10 +126,11 @@ struct ForwardArguments {
   TileOrder order;
   ScoreScales scores;
   Grouping grouping;
-  Divisor heads;          // groups of query heads
-  Divisor heads_per_key;  // query heads of a key head
-  int tiles;              // dense: how many; packed: at most
-  bool prefetch_tiles;    // take a tile as soon as a slot is free
+  Divisor section_tiles, section;  // of `order`
+  Divisor heads;                   // groups of query heads
+  Divisor heads_per_key;           // query heads of a key head
+  int tiles;                       // dense: how many; packed: at most
+  bool prefetch_tiles;             // take a tile as soon as a slot is free
   bool packed;
   bool hides_keys;  // rows of a tile may see different keys
   TileCounter* counter;

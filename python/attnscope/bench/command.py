@@ -75,6 +75,20 @@ Layouts = Annotated[
         " the faster one counts for each impl. Left out: both on a GPU, bshd on a CPU."
     ),
 ]
+Counters = Annotated[
+    bool,
+    typer.Option(
+        "--counters",
+        help="Put hardware counters into each row: tensor pipe, DRAM bytes, L2 hits, FLOPs.",
+    ),
+]
+Locate = Annotated[
+    bool, typer.Option("--locate", help="Show where a failed result goes wrong, and why.")
+]
+SavedInputs = Annotated[
+    Path | None,
+    typer.Option(help="With --locate: tensors of torch.save, {q, k, v[, dout]} as [B, S, H, D]."),
+]
 ListThem = Annotated[bool, typer.Option("--list", help="List suites and impls, and stop.")]
 
 
@@ -118,6 +132,7 @@ def bench_command(
         ),
     ] = 2.0,
     layouts: Layouts = None,
+    counters: Counters = False,
     seed: Seed = 0,
     device: Device = None,
     list_: ListThem = False,
@@ -147,7 +162,7 @@ def bench_command(
             impls.append(base)
         asked = dict(l2=l2, budget_s=time_budget, layouts=layouts)
         chosen = USUAL[where.type] | {k: v for k, v in asked.items() if v is not None}
-        settings = Settings(graph=graph, rest=rest, seed=seed, **chosen)
+        settings = Settings(graph=graph, rest=rest, seed=seed, counters=counters, **chosen)
         make_timer(where, settings)
         results = Results.create(output, environment(where, asdict(settings)), resume)
     lost = _sweep(works, impls, base, results, where, settings)
@@ -167,6 +182,7 @@ def _sweep(
     device: torch.device,
     settings: Any,
 ) -> str | None:
+    from attnscope.bench.counting import count_rows
     from attnscope.bench.runner import run_sweep
 
     with _progress() as progress:
@@ -179,7 +195,10 @@ def _sweep(
                 progress.console.print(f"{work.id}: {done}", markup=False, soft_wrap=True)
 
         try:
-            return run_sweep(works, impls, base, results, device, settings, advance)
+            lost = run_sweep(works, impls, base, results, device, settings, advance)
+            if settings.counters and lost is None:
+                count_rows(works, impls, results, device, settings)
+            return lost
         except KeyboardInterrupt:
             progress.stop()
             text = f"bench: stopped; {results.path} is whole, go on with --resume"
@@ -202,6 +221,8 @@ def check_command(
     kinds: Annotated[
         str, typer.Option(help="Kinds of inputs, such as normal,outliers; or all.")
     ] = "normal",
+    locate: Locate = False,
+    inputs: SavedInputs = None,
     seed: Seed = 0,
     device: Device = None,
     list_: ListThem = False,
@@ -210,13 +231,24 @@ def check_command(
 
     A result passes if every row's error is at most twice the error of plain same-dtype PyTorch plus
     a few ulps, and inf and nan are where they must be. With --mode backward this holds for dq, dk
-    and dv each; --deterministic gradients must be the same bits in every call. Exit codes: 1
-    something failed or nothing could be checked, 2 bad input.
+    and dv each; --deterministic gradients must be the same bits in every call. --locate finds the
+    first NaN or Inf of a failed result, or the element furthest from fp64, its tile and its cause.
+    Exit codes: 1 something failed or nothing could be checked, 2 bad input.
     """
     with bad_input("check"):
         where = pick_device(device)
     if list_:
         list_choices(where)
+        return
+    if inputs is not None:
+        with bad_input("check"):
+            if not locate or suite or seq_lengths:
+                raise ValueError("--inputs must be with --locate and without a suite or lengths")
+            from attnscope.bench.locating import locate_saved
+
+            finite = locate_saved(inputs, pick_impls(impl, where.type), bool(causal), where)
+        if not finite:
+            raise typer.Exit(1)
         return
     with bad_input("check"):
         from attnscope.numerics import KINDS
@@ -228,14 +260,20 @@ def check_command(
         names = list(KINDS) if kinds == "all" else split(kinds)
         if unknown := [name for name in names if name not in KINDS]:
             raise ValueError(f"kinds: {unknown[0]!r} is not one of {', '.join(KINDS)}, all")
-    if not _check_all(works, impls, names, seed, where):
+    if not _check_all(works, impls, names, seed, where, locate):
         raise typer.Exit(1)
 
 
 def _check_all(
-    works: list[Workload], impls: list[Impl], kinds: list[str], seed: int, device: torch.device
+    works: list[Workload],
+    impls: list[Impl],
+    kinds: list[str],
+    seed: int,
+    device: torch.device,
+    locate: bool = False,
 ) -> bool:
     from attnscope.bench.impls import Unsupported
+    from attnscope.bench.locating import locate_made
     from attnscope.bench.runner import check, context_is_lost
     from attnscope.common.console import explain
 
@@ -252,6 +290,8 @@ def _check_all(
                 try:
                     verdict = check(work, impl, kind, seed, device)
                     report.assessed(impl.name, work, kind, verdict)
+                    if locate and not verdict.passed:
+                        locate_made(impl, work, kind, seed, device)
                 except Unsupported as refusal:
                     report.skipped(impl.name, str(refusal))
                     able.remove(impl)

@@ -153,6 +153,11 @@ def differences(env_a: Row, env_b: Row, pairs: Sequence[Pair]) -> tuple[list[str
         for key in REPORTED
         if env_a.get(key) != env_b.get(key)
     ]
+    notes += [
+        f"{name} was measured with changes that are not committed"
+        for name, env in (("A", env_a), ("B", env_b))
+        if env.get("git_dirty")
+    ]
     for name, side in (("A", 0), ("B", 1)):
         if timed and all(rows[side].get("deterministic") for rows in timed):
             notes.append(f"gradients of {name} are deterministic")
@@ -171,6 +176,7 @@ def differences(env_a: Row, env_b: Row, pairs: Sequence[Pair]) -> tuple[list[str
 
 _DOUBTS = {
     "throttled": "rows timed under a throttle reason",
+    "host late": "rows whose call takes longer to enqueue than to run: back to back, the GPU waits",
     "drifts": f"rows whose samples drift by more than {DRIFT:.0%} from the first to the last third",
 }
 

@@ -92,6 +92,9 @@ def remarks(row: Row | None) -> list[str]:
         found.append("throttled")
     if drifts(row):
         found.append(f"drifts {drift(row['samples_ms']):+.1%}")
+    host, median = row.get("host_us"), row.get("median_ms")
+    if _is_number(host) and _is_number(median) and host > median * 1e3:
+        found.append(f"host late: {host:.0f} us to enqueue")
     return found
 
 

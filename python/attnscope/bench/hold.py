@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -98,7 +99,10 @@ class StreamHold:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         if self._watchdog is None:
-            self._watchdog = threading.Thread(target=self._watch, name="hold", daemon=True)
+            poll_s = min(_POLL_S, self._timeout_s / 4)
+            self._watchdog = threading.Thread(
+                target=_watch, args=(weakref.ref(self), poll_s), name="hold", daemon=True
+            )
             self._watchdog.start()
         self._count += 1
         self._driver.wait(self._count)
@@ -115,11 +119,17 @@ class StreamHold:
                 "its own synchronisation out."
             )
 
-    def _watch(self) -> None:
-        while True:
-            time.sleep(min(_POLL_S, self._timeout_s / 4))
-            held = self._held
-            if held is not None and time.monotonic() > held[1]:
-                # A release of this count never releases a later one.
-                self._timed_out = held[0]
-                self._driver.release(held[0])
+    def release_if_late(self) -> None:
+        held = self._held
+        if held is not None and time.monotonic() > held[1]:
+            # A release of this count never releases a later one.
+            self._timed_out = held[0]
+            self._driver.release(held[0])
+
+
+def _watch(hold: weakref.ref[StreamHold], poll_s: float) -> None:
+    """The watchdog's thread: it ends with the hold."""
+    while (watched := hold()) is not None:
+        watched.release_if_late()
+        del watched
+        time.sleep(poll_s)

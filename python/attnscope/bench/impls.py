@@ -65,11 +65,13 @@ def _sdpa(backend_name: str) -> Callable[[Workload, Inputs], Call]:
         from torch.nn.functional import scaled_dot_product_attention
 
         backend = getattr(SDPBackend, backend_name)
-        q, k, v = (t.transpose(1, 2) for t in inputs[:3])  # views: SDPA takes [B, H, S, D]
         options: dict[str, Any] = dict(enable_gqa=work.heads_q != work.heads_kv)
-        options |= _sdpa_mask(work, q.device, backend_name)
+        options |= _sdpa_mask(work, inputs[0].device, backend_name)
 
         def call() -> tuple[Tensor, None]:
+            # Views, since SDPA takes [B, H, S, D]. One that outlives the call would keep nodes of
+            # autograd on the stream that it was made on, and a capture on another one would fail.
+            q, k, v = (t.transpose(1, 2) for t in inputs[:3])
             with sdpa_kernel([backend]):
                 out = scaled_dot_product_attention(q, k, v, **options)
             return out.transpose(1, 2), None

@@ -184,7 +184,6 @@ def flex(work: Workload, inputs: Inputs) -> Call:
     import torch
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-    q, k, v = (t.transpose(1, 2) for t in inputs[:3])
     offset = work.seqlen_k - work.seqlen_q
     left, right = work.window[0], 0 if work.causal else work.window[1]
 
@@ -201,7 +200,9 @@ def flex(work: Workload, inputs: Inputs) -> Call:
 
     mask = None
     if left >= 0 or right >= 0:
-        mask = create_block_mask(visible, None, None, work.seqlen_q, work.seqlen_k, q.device.type)
+        mask = create_block_mask(
+            visible, None, None, work.seqlen_q, work.seqlen_k, inputs[0].device.type
+        )
     # Compiled code is kept per function, at most eight shapes: beyond, it would run uncompiled.
     torch._dynamo.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
@@ -209,6 +210,7 @@ def flex(work: Workload, inputs: Inputs) -> Call:
     options |= dict(enable_gqa=work.heads_q != work.heads_kv, return_aux=AuxRequest(lse=True))
 
     def call() -> tuple[Tensor, Tensor | None]:
+        q, k, v = (t.transpose(1, 2) for t in inputs[:3])  # made anew, as in impls._sdpa
         out, aux = compiled(q, k, v, **options)
         return out.transpose(1, 2), aux.lse
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +23,9 @@ from attnscope.bench.workloads import DTYPE_SHORT
 from attnscope.common.hardware.devices import Device, Roof, find_device
 from attnscope.common.plotting import save
 from attnscope.common.results import read_results
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Row = Mapping[str, Any]
 BASELINES = ("sdpa-flash", "sdpa-efficient", "sdpa-math", "naive")
@@ -135,8 +139,17 @@ def footnotes(
     return notes
 
 
-def plot_file(path: Path, output_dir: Path, baseline: str | None = None) -> list[Path]:
-    """Draw every figure of a result file as PNG and SVG; returns the files written.
+@dataclass(frozen=True)
+class Drawn:
+    """A figure of a result file: `<stem>-<kind>` names its files."""
+
+    name: str
+    title: str
+    figure: Figure
+
+
+def draw_file(path: Path, baseline: str | None = None) -> list[Drawn]:
+    """Draw every figure of a result file.
 
     `baseline` is the denominator of the ratios; the default is the run's baseline. Raises
     ValueError for an invalid file, or one without a timed row, or without a timed row of
@@ -158,13 +171,7 @@ def plot_file(path: Path, output_dir: Path, baseline: str | None = None) -> list
         raise ValueError(f"baseline: {path} has no times of {baseline!r}; of {sorted(impls)}")
     baseline = baseline or _usual_baseline(rows, impls)
     device, unknown = device_of(env)
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"output_dir must be a folder, got {output_dir}: {error.strerror}"
-        ) from None
-    written: list[Path] = []
+    drawn: list[Drawn] = []
     names: Counter[str] = Counter()
     found = families(points)
     for family in found:
@@ -180,8 +187,23 @@ def plot_file(path: Path, output_dir: Path, baseline: str | None = None) -> list
             title = f"Attention {family.phase or 'forward'}: {kind.title}"
             notes = footnotes(family, kind, device, unknown, left_out)
             figure = draw(family, kind, title, conditions(env, family, device), notes)
-            written += save(figure, output_dir / f"{stem}-{kind.name}")
-    return written
+            drawn.append(Drawn(f"{stem}-{kind.name}", title, figure))
+    return drawn
+
+
+def plot_file(path: Path, output_dir: Path, baseline: str | None = None) -> list[Path]:
+    """Write every figure of `draw_file` as PNG and SVG; returns the files written.
+
+    Raises ValueError as `draw_file`, and for a folder that cannot be made.
+    """
+    drawn = draw_file(path, baseline)
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"output_dir must be a folder, got {output_dir}: {error.strerror}"
+        ) from None
+    return [file for one in drawn for file in save(one.figure, output_dir / one.name)]
 
 
 def _usual_baseline(rows: Sequence[Row], impls: set[str]) -> str | None:

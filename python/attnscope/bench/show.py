@@ -45,8 +45,35 @@ def print_bench(rows: Sequence[Row], env: Row) -> None:
     say(f"{unit}: {common}" if common else unit)
     console().print(table)
     _print_conditions(rows, env)
+    _print_counters(rows)
     _print_ratios(rows)
     _print_reasons(rows)
+
+
+def _print_counters(rows: Sequence[Row]) -> None:
+    """Hardware counters of each row that has them, and why others have none."""
+    counted = [(row, found) for row in rows if (found := row.get("counters"))]
+    if not counted:
+        return
+    columns = {
+        "tensor pipe %": ("tensor_pct", 1.0, ".1f"),
+        "FLOPs / exact": ("flops_ratio", 1.0, ".4f"),
+        "DRAM MB": ("dram_bytes", 1e-6, ",.1f"),
+        "L2 hit %": ("l2_hit_pct", 1.0, ".1f"),
+    }
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("workload", "impl", *columns):
+        table.add_column(name, justify="left" if name in ("workload", "impl") else "right")
+    for row, found in counted:
+        if "reason" not in found:
+            values = ((found.get(key), scale, form) for key, scale, form in columns.values())
+            cells = ["" if v is None else format(v * scale, form) for v, scale, form in values]
+            table.add_row(row["workload"], row["impl"], *cells)
+    if table.row_count:
+        say("hardware counters of one call, after all timing")
+        console().print(table)
+    for reason in dict.fromkeys(found["reason"] for _, found in counted if "reason" in found):
+        say(f"no counters: {reason}")
 
 
 def _labels(works: Sequence[Workload]) -> tuple[str, dict[str, list[str]]]:

@@ -37,7 +37,7 @@ class Settings:
     at least `min_samples` and at most `max_samples`. `graph`: time the replay of a CUDA graph.
     `rest`: idle time of a GPU after a sample, as a multiple of the sample's time. `layouts`: inputs
     contiguous as [B, S, H, D] ("bshd"), as [B, H, S, D] ("bhsd"), or "both", of which the faster
-    one counts for each impl.
+    one counts for each impl. `counters`: read hardware counters of each call after it was timed.
     """
 
     l2: str = "cold"
@@ -49,6 +49,7 @@ class Settings:
     rest: float = 2.0
     seed: int = 0
     layouts: str = "bshd"
+    counters: bool = False
 
     def __post_init__(self) -> None:
         if self.layouts not in LAYOUTS:
@@ -176,11 +177,13 @@ class CudaGraph:
             try:
                 with torch.cuda.graph(graph):
                     call()
-            except Exception:
+            except Exception as error:
                 # A capture that fails leaves the generator waiting for its end.
                 generator = torch.cuda.default_generators[torch.cuda.current_device()]
                 generator.graphsafe_set_state(generator.clone_state())
-                raise
+                # The end of the capture fails too, and hides the error of the call.
+                first = error.__context__
+                raise first if isinstance(first, Exception) else error from None
             self._graphs[call] = graph
         return self._graphs[call]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 
@@ -19,6 +21,24 @@ def say(line: str, style: str | None = None, stderr: bool = False) -> None:
     """Print one line without markup."""
     out = console(stderr)
     out.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[float], None]]:
+    """A bar on stderr while the block runs; call the result with the share that is done, 0 to 1.
+
+    The bar is shown in a terminal only, and is gone after the block.
+    """
+    out = console(stderr=True)
+    if not out.is_terminal:
+        yield lambda share: None
+        return
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn())
+    with Progress(*columns, console=out, transient=True) as bar:
+        task = bar.add_task(what, total=1.0)
+        yield lambda share: bar.update(task, completed=share)
 
 
 def explain(error: BaseException) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+RECORDS = "benchmarks/results"  # results of record, in the repository
 # Packages whose versions are recorded with the numbers.
 PACKAGES = ("flash-attn", "flash-attn-3", "fa3-fwd", "flash-attn-4", "nvidia-cutlass-dsl")
 
@@ -24,7 +25,9 @@ def environment(device: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     from attnscope import __version__
     from attnscope._load import library_status
 
-    changed = _git("status", "--porcelain", "--untracked-files=no")
+    # Results that a sweep has written so far change no number.
+    others = ("--", ":(top)", f":(top,exclude){RECORDS}")
+    changed = _git("status", "--porcelain", "--untracked-files=no", *others)
     env: dict[str, Any] = {
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "attnscope": __version__,

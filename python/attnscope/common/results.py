@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from attnscope.common.environment import RECORDS
+
 SCHEMA = 1
 STATUSES = ("ok", "wrong", "skipped", "failed")
 # Every row has these keys, null if there is no value; numbers are ms, 1e12 FLOP/s, 1e9 byte/s.
@@ -24,7 +26,7 @@ ROW_KEYS = (
     "flops", "flops_exact", "flops_rule", "bytes", "tflops", "gbps", "pct_peak",
     "baseline", "ratio", "ratio_ci",
     "max_abs_err", "baseline_err", "err_ratio", "margin", "checked", "repeatable", "gradients",
-    "kernels",
+    "kernels", "counters",
     "sm_clock_mhz", "power_w", "temperature_c", "throttled", "nvml",
 )  # fmt: skip
 # A row that lacks one of these describes no call.
@@ -49,13 +51,18 @@ class Results:
         """Start a file, or go on with it.
 
         An older file that is not resumed is kept as `<name>.bak`. Raises ValueError if the file to
-        resume is not a result file, or comes from another experiment (device, versions, settings).
+        resume is not a result file, or comes from another experiment (device, versions, settings),
+        and for a result of record (in benchmarks/results) whose code has no commit.
         """
         if path.is_dir():
             raise ValueError(f"output must be a file, got the folder {path}")
+        same: tuple[str, ...] = SAME_TO_RESUME
+        if RECORDS in path.resolve().parent.as_posix():
+            _check_committed(path, env)
+            same = (*same, "git_sha")
         if resume and path.exists():
             old = read_record(path)
-            for key in SAME_TO_RESUME:
+            for key in same:
                 if old["env"].get(key) != env.get(key):
                     raise ValueError(
                         f"resume: {key} must be {old['env'].get(key)!r}, as in {path}, got "
@@ -95,6 +102,16 @@ class Results:
             os.replace(temporary, self.path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def _check_committed(path: Path, env: Mapping[str, Any]) -> None:
+    """Raises ValueError unless the code of this process has a commit without changes."""
+    if env.get("git_sha") is None or env.get("git_dirty"):
+        got = "changes that are not committed" if env.get("git_sha") else "no commit"
+        raise ValueError(
+            f"output must be outside {RECORDS} unless the code is committed, got {path} and {got}. "
+            "Commit first"
+        )
 
 
 def backup(path: Path) -> Path:

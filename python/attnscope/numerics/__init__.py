@@ -23,6 +23,7 @@ from attnscope.numerics.forward import (
     compare_forward,
 )
 from attnscope.numerics.gate import FLOOR_ULPS, FULL_SCORES, NEARBY, SCORE_ULPS, Errors, Verdict
+from attnscope.numerics.locate import Location, locate_backward, locate_forward
 from attnscope.numerics.training import TrainingFn, check_training_fn
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "BackwardFn",
     "Errors",
     "ForwardFn",
+    "Location",
     "TrainingFn",
     "Verdict",
     "backward_truth",
@@ -44,6 +46,8 @@ __all__ = [
     "check_training_fn",
     "compare_backward",
     "compare_forward",
+    "locate_backward",
+    "locate_forward",
     "make_inputs",
     "make_output_gradients",
 ]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from attnscope.profile.analysis.result import Result
+from attnscope.profile.analysis.steps import select_steps
 from attnscope.profile.errors import ProfileError
 from attnscope.profile.render.chrome_trace import write_chrome_trace
 from attnscope.profile.render.files import to_json as write_json
@@ -24,16 +25,40 @@ class Profile(Result):
     """The recording of one region: the tables of `Result`, printed or written to files."""
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Profile:
+    def read(
+        cls,
+        path: str | os.PathLike[str],
+        steps: range | None = None,
+        step_range: str | None = None,
+    ) -> Profile:
         """Read a chrome trace from PyTorch's profiler, `.json` or `.json.gz`.
 
-        Raises ValueError for a file that is not a complete trace.
+        Args:
+            path: the file.
+            steps: read these steps only, such as range(551, 554): N in "ProfilerStep#N" or in the
+                marks of `profile(steps=...)`; other steps are counted from 0.
+            step_range: each event of this name begins a step; see analysis/steps.py.
+
+        Raises ValueError for a file that is not a complete trace, has nothing to read, or does not
+        have the steps.
         """
         why = "the trace was read from a file"
+        trace = read_trace(path)
+        if not trace.cpu and not trace.gpu and not trace.faults.unread:
+            raise ValueError(
+                f"trace must have ops, ranges, CUDA calls or GPU work, got none in {path}. Export "
+                "it after the profiler has stopped"
+            )
+        from attnscope import __version__
+
+        run = {"trace": os.fspath(path), "versions": f"attnscope {__version__}"}
+        if steps is not None or step_range is not None:
+            trace = select_steps(trace, steps, step_range)
         return cls(
             name=Path(path).name.removesuffix(".gz").removesuffix(".json"),
             source=Path(path),
-            trace=read_trace(path),
+            trace=trace,
+            run=run,
             unprofiled_reason=why,
             sm_clock_reason=why,
         )
@@ -111,6 +136,7 @@ class Region:
     unprofiled_reason, interrupted = _fact("unprofiled_reason"), _fact("interrupted")
     sm_clock_mhz, sm_clock_reason = _fact("sm_clock_mhz"), _fact("sm_clock_reason")
     incomplete, empty, has_ops = _fact("incomplete"), _fact("empty"), _fact("has_ops")
+    lint, verdict, run = _fact("lint"), _fact("verdict"), _fact("run")
     flop_counts, device, device_reason = map(_fact, ("flop_counts", "device", "device_reason"))
 
     table = _after(Profile.table)

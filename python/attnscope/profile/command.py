@@ -2,111 +2,117 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
+import sys
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
+from typing import Any
 
 import typer
 
 from attnscope.common.console import explain, say
 from attnscope.common.options import bad_input, make_folder
+from attnscope.profile import options as of
 from attnscope.profile.api import Profile
 from attnscope.profile.errors import LostEvents, ProfileError
+from attnscope.profile.record.launcher import (
+    LAUNCHER_MODULES,
+    child_seconds,
+    rank_of_process,
+    unrecorded_children,
+)
 from attnscope.profile.record.session import profile
 from attnscope.profile.record.step_window import parse_steps
-from attnscope.profile.render.formats import write_all
-from attnscope.profile.render.terminal import check_sort
+from attnscope.profile.render.terminal import print_lint
+from attnscope.profile.reports import (
+    RANK_FOLDER,
+    check_trace,
+    compare,
+    merge_ranks,
+    show,
+    show_rank,
+)
 from attnscope.profile.script import INTERRUPTED, Script
 
 
 def profile_command(
-    script: Annotated[
-        str | None, typer.Argument(help="Script to run, or module with -m.", show_default=False)
-    ] = None,
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="Arguments of the script.", show_default=False)
-    ] = None,
-    module: Annotated[bool, typer.Option("-m", help="SCRIPT names a module.")] = False,
-    trace: Annotated[
-        Path | None, typer.Option(help="Read this chrome trace of PyTorch's, run nothing.")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Folder for JSON, CSV, HTML and the chrome trace.")
-    ] = None,
-    steps: Annotated[
-        str | None,
-        typer.Option(
-            help="Record these steps only, such as 10:12, and end the script then. A step ends "
-            "where its optimizer has stepped; the first is 0."
-        ),
-    ] = None,
-    shapes: Annotated[bool, typer.Option(help="Record shapes: FLOPs and MFU need them.")] = True,
-    stacks: Annotated[
-        bool, typer.Option("--stacks", help="Record Python lines and modules; slows Python.")
-    ] = False,
-    memory: Annotated[
-        bool, typer.Option("--memory", help="Record allocations; a third more events.")
-    ] = False,
-    top: Annotated[int, typer.Option(min=1, help="Rows shown of each table.")] = 20,
-    sort: Annotated[
-        str | None, typer.Option(help="Column the operators are sorted by, such as self_gpu_us.")
-    ] = None,
-    full_names: Annotated[
-        bool, typer.Option("--full-names", help="Print whole kernel symbols.")
-    ] = False,
+    script: of.ScriptName = None,
+    arguments: of.Arguments = None,
+    module: of.Module = False,
+    trace: of.TraceFile = None,
+    check: of.Check = None,
+    diff: of.Diff = None,
+    merge: of.Merge = None,
+    output: of.Output = None,
+    steps: of.Steps = None,
+    step_range: of.StepRange = None,
+    shapes: of.Shapes = True,
+    stacks: of.Stacks = False,
+    memory: of.Memory = False,
+    top: of.Top = 20,
+    sort: of.Sort = None,
+    full_names: of.FullNames = False,
+    form: of.Format = "text",
+    as_json: of.Json = False,
+    fail_if: of.FailIf = None,
 ) -> None:
     """Run a script under the profiler, or read a trace, and report where the GPU time went.
 
     Options come before SCRIPT; arguments after it are passed to the script.
 
-    The exit code is the script's own, 1 if it fails or events were lost, 2 for bad input.
+    The exit code is the script's own, 1 if it fails, events were lost, the tables cannot be trusted
+    or a budget is exceeded, 2 for bad input.
     """
     with bad_input("profile"):
-        if (trace is None) == (script is None):
-            got = "neither" if script is None else "both"
-            raise ValueError(f"script or --trace must be given, and one of them only, got {got}")
-        check_sort(sort)
-        if output is not None:
-            output = output.resolve()  # the script may change directories
+        of.check_sources(script=script, trace=trace, check=check, diff=diff, merge=merge)
+        form = "json" if as_json else form
+        how = of.Showing.parse(top, sort, full_names, form, output, fail_if)
+        if check is not None:
+            raise typer.Exit(check_trace(check, how))
+        if diff is not None:
+            raise typer.Exit(compare(diff, how))
+        if merge is not None:
+            raise typer.Exit(merge_ranks(merge, how))
+        window = None if steps is None else parse_steps(steps)
         found: Profile | None
+        rank = None
         if trace is not None:
-            if steps is not None:
-                raise ValueError("steps must be given with a script, got a trace. It is read whole")
-            found, code = Profile.read(trace), 0
+            found, code = Profile.read(trace, window, step_range), 0
         else:
             assert script is not None
-            if output is not None:
-                make_folder(output)
             run = Script(script, arguments or [], module)
+            if run.target in LAUNCHER_MODULES:
+                raise ValueError(
+                    f"script must run in this process, got {run.target}, which starts others. "
+                    "Record each rank: torchrun --no-python attnscope profile --output out SCRIPT"
+                )
+            rank = rank_of_process()
+            if rank is not None and how.output is not None:
+                how = replace(how, output=how.output / f"{RANK_FOLDER}{rank.number}")
+            if how.output is not None:
+                make_folder(how.output)
             options: dict[str, Any] = {
                 "shapes": shapes,
                 "stacks": stacks,
                 "memory": memory,
-                "steps": None if steps is None else parse_steps(steps),
+                "steps": window,
+                "step_range": step_range,
             }
-            found, code = _record(run, options)
+            children = child_seconds()
+            with nullcontext() if form == "text" else redirect_stdout(sys.stderr):
+                found, code = _record(run, options)
+            if note := unrecorded_children(children):
+                say(f"profile: {note}", "yellow", stderr=True)
         if found is None:
             raise typer.Exit(code)
         try:
-            _show(found, output, top=top, sort=sort, full_names=full_names)
+            over = show_rank(found, how, rank) if rank else show(found, how)
+            code = code or over
         except (ProfileError, OSError) as error:
+            if isinstance(error, ProfileError) and form == "text":
+                print_lint(found.lint, lost=True)
             say(f"profile: {error}", "red", stderr=True)
             code = code or 1
-    raise typer.Exit(code or int(found.incomplete is not None))
-
-
-def _show(found: Profile, output: Path | None, **options: Any) -> None:
-    """Write the files, then print the tables: a pipe that is closed early ends the printing."""
-    wrote, failure = "", None
-    if output is not None and not found.empty:
-        try:
-            wrote = write_all(found, output)
-        except OSError as error:
-            failure = error
-    found.print(**options)
-    if failure is not None:
-        raise failure
-    if wrote:
-        say(wrote)
+    raise typer.Exit(code or int(found.incomplete is not None or not found.lint.trusted))
 
 
 def _record(run: Script, options: dict[str, Any]) -> tuple[Profile | None, int]:

@@ -6,6 +6,9 @@ domain `attnscope`, inside `measure`; the warm-up is in none of them. ncu and ns
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,9 +18,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attnscope.bench.command import SHAPE
+from attnscope.bench.workload_text import parse_workload
 from attnscope.bench.workloads import DTYPE_SHORT, Workload
 from attnscope.common.console import say
 from attnscope.common.options import Causal, Device, bad_input, make_folder, pick_device, split
+from attnscope.common.tools import find_tool
 from attnscope.profile.errors import ProfileError
 from attnscope.profile.record.attached import attached_tool
 from attnscope.profile.record.session import annotate, profile, synchronize
@@ -34,8 +39,30 @@ if TYPE_CHECKING:
 COMMAND = "profile_kernels"
 WARMUP_CALLS = 3
 RETRIES = 2
+SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
+MODELS_VARIABLE = "ATTNSCOPE_RANGE_MODELS"  # the file for FLOPs and bytes of each range
 LARGEST = 2**31 - 1  # of each size
 FORWARD, BACKWARD = "forward", "backward"
+
+Call = Annotated[
+    str | None,
+    typer.Option(help="Instead of sizes: a call, such as b2-s8192-h16-d128-causal."),
+]
+Mode = Annotated[str | None, typer.Option(help="Passes to run: forward, backward or both.")]
+Blocking = Annotated[
+    bool,
+    typer.Option(
+        "--blocking",
+        help="CUDA_LAUNCH_BLOCKING=1: an error is raised by the launch that caused it.",
+    ),
+]
+Sanitizer = Annotated[
+    str | None,
+    typer.Option(
+        help="Run under compute-sanitizer: memcheck (out of bounds), racecheck (shared memory),"
+        " synccheck (barriers) or initcheck (uninitialised reads). Slow: use small sizes."
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -68,6 +95,8 @@ def attention_command(
     head_dim: Annotated[int | None, typer.Option(min=1, max=LARGEST, help="Head dim.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or fp64.")] = None,
     causal: Causal = True,
+    workload: Call = None,
+    mode: Mode = None,
     backward: Annotated[
         bool, typer.Option("--backward", help="Run backward passes too, of impls that have one.")
     ] = False,
@@ -80,6 +109,8 @@ def attention_command(
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
     device: Device = None,
+    blocking: Blocking = False,
+    sanitizer: Sanitizer = None,
 ) -> None:
     """Run impls in the ranges warmup and measure, and profile the second.
 
@@ -89,24 +120,26 @@ def attention_command(
     """
     from attnscope.bench.impls import resolve
 
+    if blocking:
+        os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # before the driver is initialised
     with bad_input(COMMAND):
+        _sanitize(sanitizer)
         where = pick_device(device)
         impls = resolve(split(impl or where.type))
-        shape: dict[str, Any] = dict(SHAPE[where.type]) | {"seqlen": seq_len, "causal": causal}
-        long = {short: name for name, short in DTYPE_SHORT.items()}
-        given = {
-            "batch": batch, "heads_q": heads, "heads_kv": kv_heads, "head_dim": head_dim,
-            "dtype": long.get(str(dtype), dtype),
+        sizes = {
+            "seqlen": seq_len, "batch": batch, "heads_q": heads, "heads_kv": kv_heads,
+            "head_dim": head_dim, "dtype": dtype, "causal": causal,
         }  # fmt: skip
-        shape |= {key: value for key, value in given.items() if value is not None}
-        work = Workload.of(**shape)
+        work = _call(workload, sizes, where.type)
+        kinds = _kinds(mode, backward)
         with _failures():
-            passes = [one for each in impls for one in _prepare(each, work, seed, where, backward)]
+            passes = [one for each in impls for one in prepare(each, work, seed, where, kinds)]
         if not passes:
             raise ValueError(f"impl must name at least one, got {impl!r}")
         tool = attached_tool()
         if not (no_profile or tool):
             make_folder(output)
+        _write_models(passes, work, iterations)
     name = ", ".join(each.name for each in impls)
     say(f"{name}, {work.id}, {where}")
     if tool:
@@ -142,31 +175,86 @@ def _failures() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def _prepare(
-    impl: Impl, work: Workload, seed: int, device: torch.device, backward: bool
+def _sanitize(tool: str | None) -> None:
+    """Start this process again under compute-sanitizer, unless it runs under it.
+
+    Raises ValueError for another tool, and where compute-sanitizer is missing.
+    """
+    attached = attached_tool()
+    if tool is None or (attached and attached[0] == "compute-sanitizer"):
+        return
+    if tool not in SANITIZERS:
+        raise ValueError(f"sanitizer must be one of {', '.join(SANITIZERS)}, got {tool!r}")
+    found = find_tool("compute-sanitizer")
+    if found.path is None or found.missing:
+        raise ValueError(f"sanitizer must be installed, got none: {found.missing}")
+    command = [found.path, "--tool", tool, "--error-exitcode", "1", sys.executable]
+    os.execv(found.path, [*command, *sys.orig_argv[1:]])
+
+
+def _call(text: str | None, sizes: dict[str, Any], device_type: str) -> Workload:
+    """The call of --workload, or of the sizes. The sizes left out are None."""
+    if text is not None:
+        return replace(parse_workload(text), mode=FORWARD, deterministic=False)
+    long = {short: name for name, short in DTYPE_SHORT.items()}
+    sizes = sizes | {"dtype": long.get(str(sizes["dtype"]), sizes["dtype"])}
+    given = {key: value for key, value in sizes.items() if value is not None}
+    return Workload.of(**dict(SHAPE[device_type]) | given)
+
+
+def _kinds(mode: str | None, backward: bool) -> tuple[str, ...]:
+    """The passes to run. Raises ValueError for an unknown mode."""
+    kinds = {FORWARD: (FORWARD,), BACKWARD: (BACKWARD,), "both": (FORWARD, BACKWARD)}
+    if mode is not None and mode not in kinds:
+        raise ValueError(f"mode must be one of {', '.join(kinds)}, got {mode!r}")
+    return kinds[mode or ("both" if backward else FORWARD)]
+
+
+def _write_models(passes: Sequence[Pass], work: Workload, calls: int) -> None:
+    """Write FLOPs and least bytes of each pass where the variable of `attnscope ncu` asks it."""
+    path = os.environ.get(MODELS_VARIABLE)
+    if not path:
+        return
+    modes = {one.range: replace(work, mode=one.kind) for one in passes}
+    models = {
+        f"{name}@{DOMAIN}": {
+            "flops": calls * each.flops(),
+            "bytes": calls * each.bytes(),
+            "calls": calls,
+            "rule": "visible pairs",
+        }
+        for name, each in modes.items()
+    }
+    Path(path).write_text(json.dumps(models, indent=1) + "\n")
+
+
+def prepare(
+    impl: Impl, work: Workload, seed: int, device: torch.device, kinds: Sequence[str]
 ) -> list[Pass]:
-    """The passes of an impl; only the forward, with a message, if there is no backward.
+    """The passes of an impl that are in `kinds`. A missing backward is a message, beside a forward.
 
     Raises ValueError where the impl cannot do the workload.
     """
     from attnscope.bench.impls import Unsupported
 
     inputs = work.inputs(device, seed)
-    qkv = [t.requires_grad_(backward) for t in inputs[:3]]
+    qkv = [t.requires_grad_(BACKWARD in kinds) for t in inputs[:3]]
     try:
         if why := impl.cannot(work, device):
             raise Unsupported(why)
         passes = [Pass(impl, FORWARD, impl.make(work, inputs))]
     except Unsupported as refusal:
         raise ValueError(f"impl must be able to do {work.id}, got {impl.name}: {refusal}") from None
-    if not backward:
-        return passes
-    trained = replace(work, mode="backward")
-    call = impl.cannot(trained, device) or _backward(passes[0].call()[0], qkv)
-    if isinstance(call, str):
-        say(f"{impl.name} runs its forward only: {call}")
-        return passes
-    return [*passes, Pass(impl, BACKWARD, call)]
+    if BACKWARD in kinds:
+        trained = replace(work, mode="backward")
+        call = impl.cannot(trained, device) or _backward(passes[0].call()[0], qkv)
+        if not isinstance(call, str):
+            passes.append(Pass(impl, BACKWARD, call))
+        elif FORWARD in kinds:
+            say(f"{impl.name} runs its forward only: {call}")
+        else:
+            raise ValueError(f"impl must have a backward for {work.id}, got {impl.name}: {call}")
+    return [one for one in passes if one.kind in kinds]
 
 
 def _backward(out: torch.Tensor, qkv: Sequence[torch.Tensor]) -> Callable[[], Any] | str:
@@ -228,3 +316,7 @@ def _verify(passes: Sequence[Pass], found: Profile, device: torch.device) -> Non
         ]
         if why := one.impl.mismatch(list(dict.fromkeys(names)), device.type, one.kind):
             raise ProfileError(why)
+
+
+if __name__ == "__main__":
+    typer.run(attention_command)

@@ -26,6 +26,7 @@ TILE_FIELDS = (
     "scores_live", "heads_per_tile",
 )  # fmt: skip
 HOPPER = 90  # compute capability
+ELEMENTS = {"bfloat16": "__nv_bfloat16", "float16": "__half"}
 
 
 def source_tree() -> Path:
@@ -42,8 +43,10 @@ def source_tree() -> Path:
     )
 
 
-def build(root: Path) -> tuple[Path, list[dict[str, Any]], float]:
+def build(root: Path, dtype: str) -> tuple[Path, list[dict[str, Any]], float]:
     """Compile the instrumented library, unless it was compiled of these sources before.
+
+    It serves one dtype, "bfloat16" or "float16", so that the first call of a session waits less.
 
     Returns its path, registers and spills of its kernels (`tools/ptxas.py`), and the seconds that
     the compiler took (0 where it did not run). Raises ValueError without nvcc, RuntimeError where
@@ -57,7 +60,7 @@ def build(root: Path) -> tuple[Path, list[dict[str, Any]], float]:
             "pip install 'attnscope[nvcc]' has one"
         )
     home = setup.cuda_home(nvcc)
-    command = [str(nvcc), *setup.DEVICE.split(), "-DATTNSCOPE_TIMELINE", "--threads", "2"]
+    command = [str(nvcc), *setup.DEVICE.split(), f"-DATTNSCOPE_TIMELINE={ELEMENTS[dtype]}"]
     command += [f"-gencode=arch=compute_{target}" for target in setup.ARCHITECTURES["sm90"]]
     command += ["-shared", "-cudart", "static", *SOURCES]
     command += [f"-L{home / name}" for name in ("lib64", "lib", "targets/x86_64-linux/lib")]
@@ -65,7 +68,7 @@ def build(root: Path) -> tuple[Path, list[dict[str, Any]], float]:
     digest = hashlib.sha256("\0".join((*command, version)).encode())
     for path in sorted(p for folder in FOLDERS for p in (root / folder).iterdir()):
         digest.update(path.name.encode() + path.read_bytes())
-    library = root / "build/timeline" / f"sm90_forward-{digest.hexdigest()[:16]}.so"
+    library = root / "build/timeline" / f"sm90_forward-{dtype}-{digest.hexdigest()[:16]}.so"
     log, seconds = library.with_suffix(".ptxas"), 0.0
     if not (library.exists() and log.exists()):
         library.parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +130,10 @@ class Tile(ctypes.Structure):
 
 
 class Instrumented:
-    """The library in this process. Tensors are dense and contiguous, all on one device."""
+    """The library in this process.
+
+    Tensors are dense and contiguous, of the dtype that it was built for, all on one device.
+    """
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
@@ -137,7 +143,7 @@ class Instrumented:
         self._buffer.restype = ctypes.c_char_p
         self._forward = self._library.attnscope_timeline_forward
         self._forward.argtypes = (
-            [pointer] * 5 + [integer] * 6 + [flag] * 2
+            [pointer] * 5 + [integer] * 6 + [flag]
             + [ctypes.c_double, ctypes.POINTER(Tile), pointer]
         )  # fmt: skip
         self._forward.restype = ctypes.c_char_p
@@ -160,9 +166,8 @@ class Instrumented:
         pointers = (t.data_ptr() for t in (q, k, v, out, lse))
         sizes = (batch, rows, k.shape[1], heads, k.shape[2], dim)
         stream = torch.cuda.current_stream(q.device).cuda_stream
-        bfloat16 = q.dtype == torch.bfloat16
         expected = Tile(*(tile[name] for name, *_ in Tile._fields_))
-        options = (bfloat16, causal, dim**-0.5, ctypes.byref(expected))
+        options = (causal, dim**-0.5, ctypes.byref(expected))
         _raise(self._forward(*pointers, *sizes, *options, stream))
         return out, lse
 
@@ -172,9 +177,8 @@ def _raise(message: bytes | None) -> None:
         raise RuntimeError(f"the instrumented kernel must launch, got {message.decode()}")
 
 
-def usage_of(usage: list[dict[str, Any]], tile: dict[str, int], dtype: str) -> dict[str, Any]:
-    """Registers and spills of the instance that serves a tile; dtype is a torch dtype's name."""
-    element = "__nv_bfloat16" if dtype == "bfloat16" else "__half"
+def usage_of(usage: list[dict[str, Any]], tile: dict[str, int]) -> dict[str, Any]:
+    """Registers and spills of the instance that serves a tile."""
     wanted = {"kernel": "sm90_forward", **tile}
-    (found,) = (u for u in usage if symbol_matches(u["kernel"], wanted) and element in u["kernel"])
+    (found,) = (u for u in usage if symbol_matches(u["kernel"], wanted))
     return found

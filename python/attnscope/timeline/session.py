@@ -33,7 +33,7 @@ def record(work: Any, device: torch.device, seed: int = 0) -> Recording:
     """
     work = Case.of(work)
     _check(work, device)
-    library, usage, seconds = build(source_tree())
+    library, usage, seconds = build(source_tree(), work.dtype)
     with torch.cuda.device(device):
         kernel = Instrumented(library)
         sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -67,7 +67,7 @@ def record(work: Any, device: torch.device, seed: int = 0) -> Recording:
         instrumented()
         torch.cuda.synchronize(device)
         marks = words.cpu().numpy().view(np.uint32)
-    mine = usage_of(usage, tile, work.dtype)
+    mine = usage_of(usage, tile)
     facts = {
         "workload": {"mode": "forward", **asdict(work)},
         "tile": tile,

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import pandas
 
+from attnscope.profile.analysis.communication import (
+    call_table,
+    collective_calls,
+    communication_table,
+)
 from attnscope.profile.analysis.invariants import (
+    check_communication,
     check_copies,
     check_kernels,
     check_lines,
@@ -118,10 +124,16 @@ TABLES: dict[str, Table] = {
     "operators": Table(_operators, check_operators, "Operators"),
     "kernels": Table(lambda of: kernel_table(of.attribution), check_kernels, "Kernels"),
     "copies": Table(lambda of: copies_table(of.attribution), check_copies, "Copies and fills"),
+    "communication": Table(
+        lambda of: communication_table(collective_calls(of.attribution)),
+        check_communication,
+        "Communication",
+    ),
     "modules": Table(lambda of: module_table(of.attribution), check_modules, "Modules"),
     "lines": Table(_lines, _check_lines, "Python lines"),
     "memory": Table(lambda of: memory_table(of.attribution), check_memory, "Memory"),
     "steps": Table(_steps, _check_steps, "Steps"),
     "allocations": Table(lambda of: allocation_table(of.attribution)),
+    "collectives": Table(lambda of: call_table(collective_calls(of.attribution))),
     "links": Table(lambda of: kernel_links(of.attribution), check_links),
 }

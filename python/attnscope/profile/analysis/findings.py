@@ -15,13 +15,14 @@ from math import prod
 from typing import Any
 
 from attnscope.profile.analysis.flops import FlopCounts
+from attnscope.profile.analysis.gaps import idle_time
 from attnscope.profile.analysis.kernel_names import category, short_name, uses_tensor_cores
 from attnscope.profile.analysis.links import python_line
 from attnscope.profile.analysis.steps import program_window
 from attnscope.profile.attribution.owners import Attribution
-from attnscope.profile.trace.events import CpuEvent, GpuEvent, Trace
+from attnscope.profile.trace.events import CpuEvent, GpuEvent
 
-# Minimum share of the program spent in waits; below it a change does not pay.
+# Minimum share of the program in which the GPU is idle after waits; a wait for a busy GPU is free.
 SYNC_SHARE = 0.05
 # A synchronisation with nothing to wait for takes 5 to 40 us under the profiler.
 LONG_SYNC_US = 100.0
@@ -40,11 +41,19 @@ STEADY_LAUNCHES = 100
 # Kernels between the products of unfused attention: scale, mask, casts, dropout, copies.
 BETWEEN_PRODUCTS = 12
 
+# What gives a kernel of a category more blocks.
+MORE_BLOCKS = {
+    "attention": "batch, heads, split of keys",
+    "GEMM": "a larger batch, split of the inner dimension",
+}
+
 _SYNCS = (
     "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize",
     "cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize",
 )  # fmt: skip
 _FP32 = ("float32", "tfloat32")
+STARVATION = "starvation"
+TF32 = "TF32 tensor cores"
 _BATCHED = ("aten::bmm", "aten::baddbmm")
 _SOFTMAX = ("aten::_softmax", "aten::_masked_softmax")
 
@@ -57,13 +66,15 @@ class Finding:
 
     kind: "synchronisation", "fp32 product", "unfused attention", "starvation" or "tiny grid".
     title: one sentence with the numbers. evidence: rows, most expensive first, times in
-    microseconds. advice: what to try.
+    microseconds. advice: what to try. cost_us: the time that it is about, of which a part can
+    be saved.
     """
 
     kind: str
     title: str
     evidence: list[Row]
     advice: str
+    cost_us: float = 0.0
 
 
 def _synchronisations(attribution: Attribution, counts: FlopCounts) -> Finding | None:
@@ -77,9 +88,10 @@ def _synchronisations(attribution: Attribution, counts: FlopCounts) -> Finding |
         if event.name in _SYNCS and event.kind == "call" and long and event.start < last_launch:
             waits[_cause(attribution, event)].append(event)
     total = sum(event.duration for events in waits.values() for event in events)
-    if not waits or total < SYNC_SHARE * (end - start):
-        return None
     idle_after = _idle_after(trace.gpu)
+    idle = sum(idle_after(event.end) for events in waits.values() for event in events)
+    if not waits or idle < SYNC_SHARE * (end - start):
+        return None
     evidence: list[Row] = [
         {
             "call": call,
@@ -97,11 +109,13 @@ def _synchronisations(attribution: Attribution, counts: FlopCounts) -> Finding |
     cause = first["op"] or first["line"] or first["range"] or "no op"
     return Finding(
         "synchronisation",
-        f"{count} synchronisations kept the host waiting for {total / 1e6:.2f} ms, "
-        f"{total / (end - start):.0%} of the program; most of it in {first['call']} of {cause}",
+        f"{count} synchronisations kept the host waiting for {total / 1e6:.2f} ms, and the GPU was "
+        f"idle after them for {idle / 1e6:.2f} ms, {idle / (end - start):.0%} of the program; most "
+        f"of the waiting is in {first['call']} of {cause}",
         evidence,
         "Read results later or less often (.item(), .cpu(), print of a tensor, boolean masks), or "
-        "copy to pinned memory without blocking; what counts is the time the GPU idles after.",
+        "copy to pinned memory without blocking.",
+        idle / 1e3,
     )
 
 
@@ -129,57 +143,35 @@ def _idle_after(work: Sequence[GpuEvent]) -> Callable[[int], int]:
 
 
 def _starvation(attribution: Attribution, counts: FlopCounts) -> Finding | None:
-    """Gaps in which the GPU was idle because the host had not made the next launch call.
-
-    A gap counts only up to the launch call of the work that ended it, minus the profiler's own
-    overhead in that time.
-    """
-    trace = attribution.trace
-    kernels = trace.kernels
+    """Gaps in which the GPU was idle because the host had not made the next launch call."""
+    kernels = attribution.trace.kernels
     if len(kernels) < STEADY_LAUNCHES:
         return None
-    overhead = _overhead_before(trace)
-    starved: dict[str, list[int]] = defaultdict(list)
-    total, until = 0, trace.gpu[0].start
-    for work in trace.gpu:
-        if work.launch >= 0 and work.start > until:
-            launched = min(work.start, trace.cpu[work.launch].end)
-            gap = launched - until
-            if gap > 0 and (gap := gap - overhead(launched) + overhead(until)) > 0:
-                total += gap
-                ranges = attribution.ranges(work)
-                starved[ranges[0].name if ranges else "(no range)"].append(gap)
-        until = max(until, work.end)
-    span = until - trace.gpu[0].start
-    if total < STARVED_SHARE * span:
+    idle = idle_time(attribution)
+    if idle.starved < STARVED_SHARE * idle.span:
         return None
     evidence: list[Row] = []
-    for name, gaps in starved.items():
+    for name, gaps in idle.gaps.items():
         row = {"range": name, "gaps": len(gaps), "idle_us": sum(gaps) / 1e3}
         evidence.append(row | {"longest_us": max(gaps) / 1e3})
     evidence.sort(key=lambda row: -row["idle_us"])
     mean = attribution.total_ns / len(kernels) / 1e3
+    replayed = sum(attribution.replay(kernel) is not None for kernel in kernels) / len(kernels)
+    advice = "Launch less: CUDA graphs, torch.compile, fused optimizers, larger batches."
+    if replayed > 0.5:
+        advice = (
+            f"{replayed:.0%} of the kernels come from CUDA graphs already: capture more of the "
+            "program into one graph, and look for work of the host between two replays."
+        )
     return Finding(
-        "starvation",
-        f"the GPU waited for launches {total / span:.0%} of the time from the first kernel to the "
-        f"last ({total / 1e6:.2f} of {span / 1e6:.2f} ms); a kernel takes {mean:.1f} us on average",
+        STARVATION,
+        f"the GPU waited for launches {idle.starved / idle.span:.0%} of the time from the first "
+        f"GPU work to the last ({idle.starved / 1e6:.2f} of {idle.span / 1e6:.2f} ms); a kernel "
+        f"takes {mean:.1f} us on average",
         evidence,
-        "Launch less: CUDA graphs, torch.compile, fused optimizers, larger batches. The profiler "
-        "adds to every launch, so compare with the unprofiled time first.",
+        f"{advice} The profiler adds to every launch, so compare with the unprofiled time first.",
+        idle.starved / 1e3,
     )
-
-
-def _overhead_before(trace: Trace) -> Callable[[int], int]:
-    """Cumulative profiler overhead up to a time, in nanoseconds."""
-    starts = sorted(one.start for one in trace.overhead)
-    ends = sorted(one.end for one in trace.overhead)
-    begun, ended = (list(accumulate(times, initial=0)) for times in (starts, ends))
-
-    def before(time: int) -> int:
-        started, done = bisect_left(starts, time), bisect_left(ends, time)
-        return started * time - begun[started] - (done * time - ended[done])
-
-    return before
 
 
 def _unfused_attention(attribution: Attribution, counts: FlopCounts) -> Finding | None:
@@ -227,6 +219,7 @@ def _unfused_attention(attribution: Attribution, counts: FlopCounts) -> Finding 
         evidence,
         "Use attnscope.attention or torch.nn.functional.scaled_dot_product_attention with a fused "
         "backend: the scores are then never written to memory.",
+        total / 1e3,
     )
 
 
@@ -276,7 +269,7 @@ def _fp32_products(attribution: Attribution, counts: FlopCounts) -> Finding | No
         work = next((counts.works[e.index] for e in around if e.index in counts.works), None)
         if work.dtype not in _FP32 if work else not _is_fp32_symbol(kernel.name):
             continue
-        units = "TF32 tensor cores" if uses_tensor_cores(kernel.name) else "FP32 units"
+        units = TF32 if uses_tensor_cores(kernel.name) else "FP32 units"
         groups[op.name if op else "", short_name(kernel.name), units].append(kernel)
     time = sum(k.duration for kernels in groups.values() for k in kernels)
     if time < max(FP32_SHARE * attribution.total_ns, LEAST_KERNEL_US * 1e3):
@@ -299,9 +292,16 @@ def _fp32_products(attribution: Attribution, counts: FlopCounts) -> Finding | No
         f"products of float32 inputs took {time / 1e6:.2f} ms, {time / attribution.total_ns:.0%} "
         f"of kernel time, on {units}",
         evidence,
-        "If bf16 was meant, use torch.autocast or cast the inputs; if float32 is needed, "
-        'torch.set_float32_matmul_precision("high") lets TF32 tensor cores do it.',
+        _instead_of_fp32({row["units"] for row in evidence}),
+        time / 1e3,
     )
+
+
+def _instead_of_fp32(units: set[str]) -> str:
+    bf16 = "If bf16 was meant, use torch.autocast or cast the inputs"
+    if units == {TF32}:
+        return f"{bf16}: its peak is twice the peak of TF32, on which all of them run already."
+    return f'{bf16}; if not, torch.set_float32_matmul_precision("high") allows TF32 tensor cores.'
 
 
 def _is_fp32_symbol(symbol: str) -> bool:
@@ -310,12 +310,15 @@ def _is_fp32_symbol(symbol: str) -> bool:
 
 
 def _tiny_grids(attribution: Attribution, counts: FlopCounts) -> Finding | None:
-    """Kernels with blocks for less than half of the SMs, whether or not others ran beside them."""
+    """Kernels with blocks for less than half of the SMs, whether or not others ran beside them.
+
+    Communication needs few blocks.
+    """
     trace = attribution.trace
     sms = {d["id"]: d["numSms"] for d in trace.devices if "numSms" in d}
     groups: dict[tuple[str, int], list[GpuEvent]] = defaultdict(list)
     for kernel in trace.kernels:
-        if kernel.grid and kernel.device in sms:
+        if kernel.grid and kernel.device in sms and category(kernel.name) != "communication":
             blocks = prod(kernel.grid)
             if blocks < TINY_GRID_FILL * sms[kernel.device]:
                 groups[short_name(kernel.name), blocks].append(kernel)
@@ -332,18 +335,20 @@ def _tiny_grids(attribution: Attribution, counts: FlopCounts) -> Finding | None:
         return None
     evidence.sort(key=lambda row: -row["gpu_us"])
     first = evidence[0]
+    kind = category(groups[first["kernel"], first["blocks"]][0].name)
     return Finding(
         "tiny grid",
         f"{len(evidence)} kernels with a real share of the time have fewer blocks than half the "
         f"SMs; {first['kernel']} has {first['blocks']} for {first['sms']} SMs and takes "
         f"{first['share']:.0%} of kernel time",
         evidence,
-        "Give it more parallel work (batch, heads, split of keys or of the inner dimension), or "
-        "run independent work on another stream beside it.",
+        f"Give it more parallel work ({MORE_BLOCKS.get(kind, 'a larger batch')}), or run "
+        "independent work on another stream beside it.",
+        sum(row["gpu_us"] for row in evidence),
     )
 
 
-# In display order. To add a detector, add a line here.
+# To add a detector, add a line here. Findings are sorted by their cost.
 Detector = Callable[[Attribution, FlopCounts], Finding | None]
 DETECTORS: list[Detector] = [
     _synchronisations,
@@ -355,7 +360,7 @@ DETECTORS: list[Detector] = [
 
 
 def detect(attribution: Attribution, counts: FlopCounts | None = None) -> list[Finding]:
-    """The findings of DETECTORS in a trace; an empty list if nothing passes a threshold.
+    """The findings of DETECTORS in a trace, most expensive first; empty if none passes a threshold.
 
     `counts` are the FLOPs of the attribution's ops; by default they are counted here.
     """
@@ -363,4 +368,5 @@ def detect(attribution: Attribution, counts: FlopCounts | None = None) -> list[F
         return []
     counts = counts or FlopCounts(attribution)
     findings = (detector(attribution, counts) for detector in DETECTORS)
-    return [finding for finding in findings if finding is not None]
+    found = [finding for finding in findings if finding is not None]
+    return sorted(found, key=lambda finding: -finding.cost_us)

@@ -11,9 +11,9 @@ import ast
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from attnscope.common.hardware.devices import Device, find_device
 from attnscope.profile.analysis.kernel_names import category, short_name, uses_tensor_cores
@@ -96,15 +96,29 @@ def op_work(event: CpuEvent) -> Work | str:
 
     Ops that only call other ops ("aten::matmul", "aten::linear") have no formula: see FlopCounts.
     """
-    formula = _formula(event.name)
+    return _work(_Call(event.name, event.shapes, event.dtypes, event.concrete))
+
+
+class _Call(NamedTuple):
+    """An op and its recorded inputs, as in CpuEvent."""
+
+    name: str
+    shapes: Shapes | None
+    dtypes: tuple[Any, ...] | None
+    concrete: tuple[Any, ...] | None
+
+
+@lru_cache(1 << 12)  # a program makes few different calls, many times each
+def _work(call: _Call) -> Work | str:
+    formula = _formula(call.name)
     if formula is None:
-        return f"no FLOP formula for {event.name}"
-    if not event.shapes or event.dtypes is None or event.concrete is None:
+        return f"no FLOP formula for {call.name}"
+    if not call.shapes or call.dtypes is None or call.concrete is None:
         return NO_SHAPES
     try:
-        return formula(event, event.shapes)
+        return formula(call, call.shapes)
     except (IndexError, TypeError, ValueError, AssertionError):
-        return f"{event.name}: its recorded inputs are not those of the op that is known"
+        return f"{call.name}: its recorded inputs are not those of the op that is known"
 
 
 def op_flops(event: CpuEvent) -> int | None:
@@ -113,7 +127,7 @@ def op_flops(event: CpuEvent) -> int | None:
     return work.flops if isinstance(work, Work) else None
 
 
-def _formula(name: str) -> Callable[[CpuEvent, Shapes], Work | str] | None:
+def _formula(name: str) -> Callable[[_Call, Shapes], Work | str] | None:
     if name in _PRODUCTS:
         return _product
     if name in _ATTENTION:
@@ -131,14 +145,14 @@ def _torch_formula(name: str) -> Any:
     return flop_registry[getattr(torch.ops.aten, name)]
 
 
-def _product(event: CpuEvent, shapes: Shapes) -> Work:
+def _product(event: _Call, shapes: Shapes) -> Work:
     at = _PRODUCTS[event.name]
     a, b = shapes[at : at + 2]
     rule = "2 m n k" if len(a) == 2 else "2 b m n k"
     return Work(_torch_formula("mm" if len(a) == 2 else "bmm")(a, b), _dtype(event, at), rule)
 
 
-def _attention(event: CpuEvent, shapes: Shapes) -> Work | str:
+def _attention(event: _Call, shapes: Shapes) -> Work | str:
     from attnscope.attention_flops import visible_pairs
 
     op = _ATTENTION[event.name]
@@ -175,7 +189,7 @@ def _attention(event: CpuEvent, shapes: Shapes) -> Work | str:
     )
 
 
-def _convolution(event: CpuEvent, shapes: Shapes) -> Work:
+def _convolution(event: _Call, shapes: Shapes) -> Work:
     x, w = shapes[:2]
     stride, padding, dilation, transposed = (_value(event, at) for at in range(3, 7))
     each = range(len(x) - 2)
@@ -190,7 +204,7 @@ def _convolution(event: CpuEvent, shapes: Shapes) -> Work:
     return Work(flops, _dtype(event, 0), "2 a multiply-add of each filter tap")
 
 
-def _convolution_backward(event: CpuEvent, shapes: Shapes) -> Work:
+def _convolution_backward(event: _Call, shapes: Shapes) -> Work:
     """Each requested gradient costs as many FLOPs as the forward pass."""
     grad, x, w = shapes[:3]
     transposed, wanted = _value(event, 7), _value(event, 10)
@@ -199,12 +213,12 @@ def _convolution_backward(event: CpuEvent, shapes: Shapes) -> Work:
     return Work(flops, _dtype(event, 1), "2 a multiply-add of each filter tap and gradient")
 
 
-def _dtype(event: CpuEvent, at: int) -> str:
+def _dtype(event: _Call, at: int) -> str:
     name = (event.dtypes or ())[at]
     return DTYPES.get(name, name.removeprefix("c10::"))
 
 
-def _value(event: CpuEvent, at: int, **default: Any) -> Any:
+def _value(event: _Call, at: int, **default: Any) -> Any:
     """A recorded scalar or list; `default` for None and for arguments missing in this torch."""
     recorded = event.concrete or ()
     text = recorded[at] if at < len(recorded) else ""
@@ -245,6 +259,8 @@ class FlopCounts:
         for index, kernels in self._launched.items():
             if index in self.works:
                 self.works[index] = _as_run(self.works[index], kernels)
+        # Indices of the events with FLOPs or uncounted kernels in them, or inside a counted op.
+        self.known = {*self._inside, *self._missed, *self._covered}
 
     def _add(self, kernel: GpuEvent) -> None:
         owner = self._attribution.op(kernel)
@@ -258,13 +274,17 @@ class FlopCounts:
                     for index in self._containers(op):
                         self._inside[index].append(op.index)
                 self._launched[op.index].append(kernel)
-                self._covered |= {inner.index: op.index for inner in ops[: ops.index(op)]}
+                for inner in ops[: ops.index(op)]:
+                    self._covered[inner.index] = op.index
                 return
         if category(kernel.name) in ("GEMM", "attention"):
             replayed = self._attribution.replay(kernel) is not None
             unowned = "replayed by a CUDA graph" if replayed else "not launched by an op"
             reason = _why(ops) if ops else unowned
-            for index in self._containers(owner or kernel):
+            captured = self._attribution.captured_op(kernel)
+            around = [captured, *self.trace.ancestors(captured)] if captured else []
+            missed = {event.index for event in around if event.kind == "op"}
+            for index in self._containers(owner or kernel) | missed:
                 self._missed[index].append(len(self.uncounted))
             self.uncounted.append((kernel, reason))
 
@@ -281,18 +301,19 @@ class FlopCounts:
 
     def within(self, events: Iterable[CpuEvent]) -> list[Work] | str:
         """The works inside any of the events, each once; or why some are unknown."""
-        events = list(events)
-        missed = sorted({at for event in events for at in self._missed[event.index]})
+        events = [event for event in events if event.index in self.known]
+        missed = sorted({at for event in events for at in self._missed.get(event.index, ())})
         if missed:
             kernel, reason = self.uncounted[missed[0]]
             one = len(missed) == 1
             count = "a kernel" if one else f"{len(missed)} kernels"
             count += f" of matrix products {'is' if one else 'are'} not counted"
             return f"{count}, such as {short_name(kernel.name)}: {reason}"
-        below = {at for event in events for at in self._inside[event.index]}
+        below = {at for event in events for at in self._inside.get(event.index, ())}
         works = [self.works[at] for at in sorted(below)]
         # Ops inside a counted op have their own count, or none.
-        covered = [e for e in events if self._covered.get(e.index, -1) not in {-1, *below}]
+        counted = {-1, *below}
+        covered = [e for e in events if self._covered.get(e.index, -1) not in counted]
         works += [work for e in covered if isinstance(work := op_work(e), Work)]
         return works or NO_WORK
 

@@ -110,6 +110,14 @@ def check_copies(attribution: Attribution, table: pandas.DataFrame) -> None:
     _possible("copies", table)
 
 
+def check_communication(attribution: Attribution, table: pandas.DataFrame) -> None:
+    """Raises ProfileError if a collective is exposed for longer than it takes, or for negative
+    time."""
+    _at_most("communication", table, "exposed_us", table["total_us"], "total_us")
+    _at_most("communication", table, "mean_us", table["total_us"], "total_us")
+    _possible("communication", table)
+
+
 def check_modules(attribution: Attribution, table: pandas.DataFrame) -> None:
     """Raises ProfileError if a module takes longer than its parent or than all kernels, or if its
     time is not the sum of its forward and backward time."""

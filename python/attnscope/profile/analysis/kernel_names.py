@@ -11,7 +11,8 @@ from collections.abc import Callable
 from functools import cache
 
 CATEGORIES = (
-    "GEMM", "attention", "softmax", "elementwise", "reduction", "norm", "memory", "other",
+    "GEMM", "attention", "softmax", "elementwise", "reduction", "norm", "memory",
+    "communication", "other",
 )  # fmt: skip
 
 # Maximum length of a short name. Longer names are cut; a checksum keeps them distinct.
@@ -265,7 +266,8 @@ _FAMILIES: tuple[tuple[re.Pattern[str], Callable[[str, re.Match[str]], str]], ..
     )
 )
 
-# The first match decides; case is ignored. A convolution counts as an (implicit) GEMM. Optimizers
+# The first match decides; case is ignored. communication: collectives and transfers between GPUs. A
+# convolution counts as an (implicit) GEMM, a causal 1D convolution (Mamba) does not. Optimizers
 # (foreach and fused, multi_tensor_apply) are elementwise; their range identifies them. memory: the
 # kernel moves or fills data without arithmetic; a dtype cast counts as a copy. Masks (where,
 # masked_fill, triu, tril) select between values, so they are elementwise.
@@ -279,23 +281,32 @@ _CATEGORIES = tuple(
         ("norm", r"^triton_(red|per)_\w*norm"),
         ("reduction", r"^triton_(red|per)_"),
         (
+            "communication",
+            r"nccl|rccl|nvshmem|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|deep_ep::"
+            r"|symm_mem|cross_device_reduce|multimem_",
+        ),
+        ("other", r"causal_conv1d"),
+        (
             "attention",
-            r"attnscope|flash_(fwd|bwd)|flashattn|sdpa|fmha|attention|flash_bwd"
+            r"attnscope|flash_(fwd|bwd)|flashattn|sdpa|fmha|attention|flash_bwd|_?attn_(fwd|bwd)"
+            r"|flashinfer::.*(prefill|decode|mla|cascade)|Batch(Prefill|Decode)With|paged_attn"
+            r"|flash_?mla"
             r"|cudnn::fusion::(compute_dot_do_o|convert_dq)|flash::prepare_varlen",
         ),
         ("softmax", r"softmax"),
         ("norm", r"(layer|rms|batch|group|instance)_?norm|GammaBeta|cudnn::bn_|RowwiseMoments"),
         (
             "GEMM",
-            r"nvjet|gemm|gemv|splitkreduce|matmul|conv(olve|olution|1d|2d|3d|_)|[fdw]prop_|[dw]grad"
-            r"|triton_tem_|_b?mm(_|$)|cutlass.*tensorop",
+            r"nvjet|^Cijk_|(?<!fb)gemm|gemv|splitkreduce|matmul|conv(olve|olution|1d|2d|3d|_)|[fdw]prop_"
+            r"|[dw]grad|triton_tem_|_b?mm(_|$)|cutlass.*tensorop|fused_moe_kernel|_scudnn_"
+            r"|winograd",
         ),
         (
             "memory",
             r"CatArray|copy_kernel|FillFunctor|gather|indexSelect|index_elementwise|index_kernel"
-            r"|scatter|transpose",
+            r"|scatter|transpose|nchwToNhwc|nhwcToNchw|embedding_codegen_forward",
         ),
-        ("reduction", r"reduce|LpNorm|dot_kernel|embedding_backward"),
+        ("reduction", r"reduce(?!d_)|LpNorm|dot_kernel|embedding_backward"),
         ("elementwise", r"elementwise|multi_tensor_apply|dropout|triu_tril"),
     )
 )

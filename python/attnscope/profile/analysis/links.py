@@ -51,7 +51,7 @@ def kernel_links(attribution: Attribution) -> pandas.DataFrame:
 def _row(attribution: Attribution, work: GpuEvent) -> tuple[object, ...]:
     trace = attribution.trace
     launch = trace.cpu[work.launch] if work.launch >= 0 else None
-    op = attribution.op(work)
+    op = attribution.op(work) or attribution.captured_op(work)
     forward = attribution.forward_op(op) if op else None
     ops = [op, *(e for e in trace.ancestors(op) if e.kind == "op")] if op else []
     return (
@@ -69,7 +69,10 @@ def _row(attribution: Attribution, work: GpuEvent) -> tuple[object, ...]:
         op.name if op else None,
         " > ".join(event.name for event in reversed(ops)) or None,
         forward.name if forward else None,
-        "/".join(event.name for event in attribution.ranges(work)) or None,
+        "/".join(
+            event.name for event in (*attribution.ranges(work), *attribution.captured_ranges(work))
+        )
+        or None,
         ".".join(attribution.module(work)) or None,
         python_line(attribution, work),
         "\n".join(attribution.stack(work)) or None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,11 +12,14 @@ import pandas
 
 from attnscope.profile.analysis.catalog import TABLES
 from attnscope.profile.analysis.efficiency import Efficiency, efficiency
-from attnscope.profile.analysis.findings import Finding, detect
+from attnscope.profile.analysis.findings import STARVATION, Finding, detect
 from attnscope.profile.analysis.flops import FlopCounts, trace_device
+from attnscope.profile.analysis.gaps import idle_time
 from attnscope.profile.analysis.invariants import check_figures, check_owners
+from attnscope.profile.analysis.lint import Lint, lint
+from attnscope.profile.analysis.verdict import Verdict, starves, verdict
 from attnscope.profile.attribution.audit import Audit, audit
-from attnscope.profile.attribution.owners import Attribution
+from attnscope.profile.attribution.owners import Attribution, busy_ns
 from attnscope.profile.errors import ProfileError
 from attnscope.profile.trace.events import Trace
 
@@ -39,6 +43,7 @@ class Result:
         sm_clock_mhz, sm_clock_reason: SM clock of the current device after the region, or why
             unknown.
         interrupted: what ended the region early, as text; events up to then are recorded.
+        run: facts of the run in words: its command, date, versions, peak memory.
         keeps: objects that must live as long as this one, such as the folder of `source`.
     """
 
@@ -51,17 +56,26 @@ class Result:
     sm_clock_mhz: float | None = None
     sm_clock_reason: str | None = None
     interrupted: str | None = None
+    run: Mapping[str, str] = field(default_factory=dict)
     keeps: Any = field(default=None, repr=False)
     _made: dict[str, pandas.DataFrame] = field(default_factory=dict, init=False, repr=False)
 
     # Contents
 
     @cached_property
+    def _owners(self) -> Attribution:
+        return Attribution(self.trace)
+
+    @cached_property
     def attribution(self) -> Attribution:
         """The owners of GPU work. Raises ProfileError if ids and launch times contradict."""
-        owners = Attribution(self.trace)
-        check_owners(owners)
-        return owners
+        check_owners(self._owners)
+        return self._owners
+
+    @cached_property
+    def lint(self) -> Lint:
+        """Whether the tables can be trusted, and every kind of fault of the trace, counted."""
+        return lint(self._owners, self.audit)
 
     @cached_property
     def audit(self) -> Audit:
@@ -162,8 +176,18 @@ class Result:
         return self._efficiency
 
     @cached_property
+    def verdict(self) -> Verdict:
+        """What limits the program, as one line with its numbers."""
+        return verdict(self.attribution, self.unprofiled_wall_s)
+
+    @cached_property
     def _findings(self) -> tuple[Finding, ...]:
-        return tuple(detect(self.attribution, self.flop_counts))
+        found = detect(self.attribution, self.flop_counts)
+        busy = busy_ns(self.trace.gpu)
+        wall = self.unprofiled_wall_s
+        if wall and not starves(idle_time(self.attribution), busy / (wall * 1e9)):
+            found = [one for one in found if one.kind != STARVATION]
+        return tuple(found)
 
     def findings(self) -> list[Finding]:
         """See findings.detect."""

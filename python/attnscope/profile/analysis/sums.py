@@ -22,6 +22,7 @@ class Row:
     kernels: int = 0
     copy: int = 0
     backward: int = 0
+    replayed: bool = False  # a call that was captured into a CUDA graph ran many times
     events: list[CpuEvent] = field(default_factory=list)
     launches: set[int] = field(default_factory=set)
 
@@ -41,7 +42,9 @@ class Row:
             "gpu_us": self.gpu / 1e3,
             "self_gpu_us": self.self_gpu / 1e3,
             "kernels": self.kernels,
-            "gpu_mean_us": self.gpu / 1e3 / self.calls if self.calls else None,
+            "gpu_mean_us": self.gpu / 1e3 / self.calls
+            if self.calls and not self.replayed
+            else None,
             "gpu_share": self.gpu / total if total else 0.0,
             "copy_us": self.copy / 1e3,
             "backward_gpu_us": self.backward / 1e3,

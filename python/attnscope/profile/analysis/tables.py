@@ -43,24 +43,27 @@ def operator_table(
     """
     trace, rows = attribution.trace, Rows()
     outer = op_parents(trace)
+    names = _names(trace, outer)
     inner = _ops_of_functions(trace, outer)
     rows[NO_OP]  # create the row even if it stays empty
-    until: Counter[int] = Counter()  # where the ops inside each op, so far, end
+    until = [0] * len(trace.cpu)  # where the ops inside each op, so far, end
     for event in trace.cpu:
         if event.kind == "op":
             row = rows[event.name]
-            row.events.append(event)
+            if event.index in counts.known:
+                row.events.append(event)
             row.self_cpu += event.duration
             above = outer[event.index]
             if above >= 0:
-                inside = max(0, event.end - max(event.start, until[above]))
-                rows[trace.cpu[above].name].self_cpu -= inside
-                until[above] = max(until[above], event.end)
-            if event.name not in _names(trace, outer, above):
+                begin = max(event.start, until[above])
+                if event.end > begin:
+                    rows[trace.cpu[above].name].self_cpu -= event.end - begin
+                    until[above] = event.end
+            if above < 0 or event.name not in names[above]:
                 row.cpu += event.duration
                 row.calls += 1  # autocast calls an op of the same name inside
     for work in trace.gpu:
-        op = attribution.op(work)
+        op = attribution.op(work) or attribution.captured_op(work)
         if op is None:
             if work.kind == "kernel":
                 row = rows[REPLAY if attribution.replay(work) else NO_OP]
@@ -68,13 +71,16 @@ def operator_table(
                 row.add(work)
                 row.self_gpu += work.duration
             continue
-        for name in _names(trace, outer, op.index):
+        for name in names[op.index]:
             rows[name].add(work)
         if work.kind == "kernel":
             rows[op.name].self_gpu += work.duration
+            if attribution.replay(work) and not attribution.op(work):
+                for name in names[op.index]:
+                    rows[name].replayed = True
             forward = attribution.forward_op(op)
             if forward is not None:
-                for name in _names(trace, outer, inner.get(forward.index, forward.index)):
+                for name in names[inner.get(forward.index, forward.index)]:
                     rows[name].backward += work.duration
     rates = {
         name: counts.rate(row.events, row.gpu, device, device_reason, sm_clock_mhz)
@@ -113,7 +119,8 @@ def kernel_table(attribution: Attribution) -> pandas.DataFrame:
         for kernel in kernels:
             ops[owner_name(attribution, kernel)] += kernel.duration
             around = attribution.ranges(kernel)
-            ranges[path_of(around) or NO_RANGE] += kernel.duration
+            inner = attribution.captured_ranges(kernel)
+            ranges[path_of((*around, *inner)) or NO_RANGE] += kernel.duration
         rows.append(
             {
                 "kernel": short_name(symbol),
@@ -163,8 +170,12 @@ def stage_table(
         # Overlapping ranges may share a path: the work counts once, for the outermost.
         for path, one in {by_range[one.index].path: one for one in reversed(around)}.items():
             stages[path].work[one.index].append(work)
+        inner = _captured_stages(attribution, work, around, by_range, stages)
+        for stage in inner:
+            stage.work[work.launch].append(work)
         if work.kind == "kernel":
-            (by_range[around[-1].index] if around else outside).own.append(work)
+            innermost = by_range[around[-1].index] if around else outside
+            (inner[-1] if inner else innermost).own.append(work)
         if not around:
             outside.work[-1].append(work)
     rows = []
@@ -176,6 +187,25 @@ def stage_table(
         rate = counts.rate(stage.walls, stage.busy, device, device_reason, sm_clock_mhz)
         rows.append(row | speed(rate))
     return pandas.DataFrame(rows, columns=[*Stage(("",)).columns(), *SPEED])
+
+
+def _captured_stages(
+    attribution: Attribution,
+    work: GpuEvent,
+    around: Sequence[CpuEvent],
+    by_range: dict[int, Stage],
+    stages: dict[tuple[str, ...], Stage],
+) -> list[Stage]:
+    """The stages of a replayed kernel inside those around its replay, outermost first: the ranges
+    of its capture, then its annotation."""
+    names = [event.name for event in attribution.captured_ranges(work)]
+    names += [work.annotation] if work.annotation else []
+    path = by_range[around[-1].index].path if around else ()
+    found = []
+    for name in names:
+        path = (*path, name)
+        found.append(stages.setdefault(path, Stage(path)))
+    return found
 
 
 def copies_table(attribution: Attribution) -> pandas.DataFrame:
@@ -300,7 +330,7 @@ def op_parents(trace: Trace) -> list[int]:
 
 def owner_name(attribution: Attribution, work: GpuEvent) -> str:
     """The op that launched GPU work, or the row for work without an op."""
-    op = attribution.op(work)
+    op = attribution.op(work) or attribution.captured_op(work)
     return op.name if op else REPLAY if attribution.replay(work) else NO_OP
 
 
@@ -322,12 +352,18 @@ def _longest_first(times: Counter[str]) -> str:
     return ", ".join(name for name, _ in times.most_common())
 
 
-def _names(trace: Trace, outer: Sequence[int], at: int) -> set[str]:
-    """The names of an op and of its enclosing ops; nested ops of one name count once."""
-    names = set()
-    while at >= 0:
-        names.add(trace.cpu[at].name)
-        at = outer[at]
+def _names(trace: Trace, outer: Sequence[int]) -> list[frozenset[str]]:
+    """For each CPU event, the names of the op and of its enclosing ops, each once."""
+    shared: dict[tuple[frozenset[str], str], frozenset[str]] = {}
+    nothing: frozenset[str] = frozenset()
+    names: list[frozenset[str]] = []
+    for event, above in zip(trace.cpu, outer, strict=True):
+        around = names[above] if above >= 0 else nothing
+        if event.kind != "op":
+            names.append(around)
+            continue
+        key = (around, event.name)
+        names.append(shared.get(key) or shared.setdefault(key, around | {event.name}))
     return names
 
 

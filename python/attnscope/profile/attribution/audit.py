@@ -69,7 +69,7 @@ def audit(trace: Trace) -> Audit:
             if capturing:  # this thread's first; a capture may end on another thread
                 capturing -= Counter([event.thread if capturing[event.thread] else min(capturing)])
         elif LAUNCH.match(event.name):
-            if event.index in started:
+            if event.index in started or event.correlation in trace.faults.left_out:
                 found.launches += 1
             elif capturing:
                 # A capture on any thread counts: backward is captured from autograd's threads.

@@ -195,11 +195,23 @@ class Backward:
 
         None for other events, and if the forward ran outside the window.
         """
-        for around in (event, *self.trace.ancestors(event)):
-            if around.forward_thread and around.sequence >= 0:
-                thread = self._forward_threads.get(around.forward_thread)
-                return None if thread is None else self._forwards.get((thread, around.sequence))
-        return None
+        at = self._backward_ops[event.index]
+        if at < 0:
+            return None
+        around = self.trace.cpu[at]
+        thread = self._forward_threads.get(around.forward_thread)
+        return None if thread is None else self._forwards.get((thread, around.sequence))
+
+    @cached_property
+    def _backward_ops(self) -> list[int]:
+        """For each CPU event, the index of its innermost backward op (perhaps itself), or -1."""
+        found: list[int] = []
+        for event in self.trace.cpu:
+            if event.forward_thread and event.sequence >= 0:
+                found.append(event.index)
+            else:
+                found.append(found[event.parent] if event.parent >= 0 else -1)
+        return found
 
 
 def _is_engine(event: CpuEvent) -> bool:

@@ -13,10 +13,12 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from attnscope.profile.attribution.backward import Backward
+from attnscope.profile.attribution.graphs import Capture, captured_calls
 from attnscope.profile.trace.events import CLOCKS_NS, CpuEvent, GpuEvent, Trace, is_open
+from attnscope.profile.trace.markers import GRAPH_LAUNCHES
 
-GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
 MODULE = "nn.Module: "
+MOST_UNFIT = 0.01  # share of external ids that may name a wrong op where others are used
 
 
 class Attribution:
@@ -39,18 +41,41 @@ class Attribution:
         An external id that names an op open at the launch takes precedence: it was on CUPTI's stack
         then, while times come from two clocks.
         """
-        named = self._ops.get(work.external_id)
-        return named if named and self._was_open(named, work) else self._op_by_time(work)
+        return self._owners[work.index]
+
+    @cached_property
+    def _owners(self) -> list[CpuEvent | None]:
+        """The op of each piece of GPU work."""
+        owners = []
+        for work in self.trace.gpu:
+            named = self._ops.get(work.external_id)
+            found = named and self._was_open(named, work)
+            owners.append(named if found else self._op_by_time(work))
+        return owners
 
     def _was_open(self, op: CpuEvent, work: GpuEvent) -> bool:
         """Whether an op was open on the launching thread at the launch of GPU work.
 
-        Where the trace has no launch, whether the op began before the work.
+        Where the trace has no launch, whether the op began before the work, in a trace whose other
+        ids fit.
         """
         if work.launch < 0:
-            return op.start - CLOCKS_NS <= work.start
+            return op.start - CLOCKS_NS <= work.start and self._ids_fit
         call = self.trace.cpu[work.launch]
         return call.thread == op.thread and is_open(op, call.start)
+
+    @cached_property
+    def _ids_fit(self) -> bool:
+        """Whether nearly all external ids of work with a launch name an op open at that launch."""
+        named = [(self._ops.get(w.external_id), w) for w in self.trace.gpu if w.launch >= 0]
+        open_ = [self._was_open(op, work) for op, work in named if op]
+        return open_.count(False) <= MOST_UNFIT * len(open_)
+
+    @cached_property
+    def unfit(self) -> list[GpuEvent]:
+        """GPU work whose external id names an op that cannot have launched it."""
+        named = ((self._ops.get(work.external_id), work) for work in self.trace.gpu)
+        return [work for op, work in named if op and not self._was_open(op, work)]
 
     def _op_by_time(self, work: GpuEvent) -> CpuEvent | None:
         return next((e for e in self.trace.ancestors(work) if e.kind == "op"), None)
@@ -86,6 +111,27 @@ class Attribution:
         launch = self.trace.cpu[work.launch]
         return launch if launch.name.startswith(GRAPH_LAUNCHES) else None
 
+    @cached_property
+    def _captured(self) -> dict[int, tuple[CpuEvent, Capture]]:
+        return captured_calls(self.trace)
+
+    def captured_op(self, work: GpuEvent) -> CpuEvent | None:
+        """The innermost op that captured a replayed kernel; None for other work, and if the trace
+        does not show the capture."""
+        call = self._captured.get(work.index)
+        return (
+            next((e for e in self.trace.ancestors(call[0]) if e.kind == "op"), None)
+            if call
+            else None
+        )
+
+    def captured_ranges(self, work: GpuEvent) -> tuple[CpuEvent, ...]:
+        """The ranges that began in the capture of a replayed kernel and were open at its launch."""
+        if work.index not in self._captured:
+            return ()
+        call, capture = self._captured[work.index]
+        return tuple(event for event in self.ranges(call) if event.start >= capture.start)
+
     # Ranges
 
     def ranges(self, event: CpuEvent | GpuEvent) -> tuple[CpuEvent, ...]:
@@ -95,13 +141,20 @@ class Attribution:
         backward.
         """
         if isinstance(event, GpuEvent):
-            op = self.op(event)
-            if event.launch < 0 or op is not self._op_by_time(event):
-                return self.ranges(op) if op else ()
-            event = self.trace.cpu[event.launch]
+            return self._ranges_of_work[event.index]
         own = tuple(self.trace.cpu[at] for at in self._open[event.index])
         caller = self._backward.caller(event)
         return own if caller is None else self._ranges_at(caller, event.start) + own
+
+    @cached_property
+    def _ranges_of_work(self) -> list[tuple[CpuEvent, ...]]:
+        """The ranges around the launch of each piece of GPU work, or around its op."""
+        found = []
+        for work, op in zip(self.trace.gpu, self._owners, strict=True):
+            launched = work.launch >= 0 and op is self._op_by_time(work)
+            event = self.trace.cpu[work.launch] if launched else op
+            found.append(self.ranges(event) if event else ())
+        return found
 
     def _ranges_at(self, thread: int, time: int) -> tuple[CpuEvent, ...]:
         """The ranges open on a thread at a time."""
@@ -147,7 +200,13 @@ class Attribution:
         """
         return tuple(f for f in self._frames(event) if not f.startswith(MODULE))
 
+    @cached_property
+    def _has_frames(self) -> bool:
+        return any(event.kind == "python" for event in self.trace.cpu)
+
     def _frames(self, event: CpuEvent | GpuEvent) -> tuple[str, ...]:
+        if not self._has_frames:
+            return ()
         if isinstance(event, GpuEvent):
             owner = self.op(event) or (self.trace.cpu[event.launch] if event.launch >= 0 else None)
             if owner is None:
@@ -175,9 +234,15 @@ class Attribution:
 
     @cached_property
     def replayed_ns(self) -> int:
-        """The part of owned_ns that belongs to replays outside every op."""
-        kernels = self.trace.kernels
-        return sum(k.duration for k in kernels if self.replay(k) and self.op(k) is None)
+        """The part of owned_ns that belongs to replays: no op was open, and none captured it."""
+        rest = (k for k in self.trace.kernels if self.replay(k) and self.op(k) is None)
+        return sum(kernel.duration for kernel in rest if self.captured_op(kernel) is None)
+
+    @cached_property
+    def captured_ns(self) -> int:
+        """The part of owned_ns that belongs to the ops that captured a replayed kernel."""
+        rest = (k for k in self.trace.kernels if k.index in self._captured and self.op(k) is None)
+        return sum(kernel.duration for kernel in rest if self.captured_op(kernel) is not None)
 
     @property
     def share(self) -> float | None:

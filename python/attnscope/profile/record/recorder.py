@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
-import gc
 import os
+import platform
 import re
+import resource
+import shlex
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attnscope.common.console import say
+from attnscope.common.collector import collector_off
+from attnscope.common.console import progress, say
 from attnscope.common.hardware.nvml import Nvml
 from attnscope.profile.api import Profile
 from attnscope.profile.errors import ProfileError
 from attnscope.profile.record.attached import attached_tool
+from attnscope.profile.record.launcher import rank_of_process
 from attnscope.profile.trace.markers import SENTINEL, WAIT
 from attnscope.profile.trace.reader import read_trace
 
@@ -73,8 +78,8 @@ class Recorder:
             self._nvml = Nvml(torch.device("cuda" if cuda else "cpu"))
             self.torch_profiler = _torch_profiler(cuda, self._options)
             synchronize()
-            if self._options.stacks:
-                opened.enter_context(_collector_off())
+            if self._options.stacks:  # the collector is slow then, and appears in the frames
+                opened.enter_context(collector_off())
             self.torch_profiler.start()
             opened.callback(self._stop_torch)
             late = threading.Timer(LONG_REGION_S, _warn_of_length)
@@ -105,6 +110,7 @@ class Recorder:
             _sentinel(self._cuda)
             clock = self._nvml.read().get("sm_clock_mhz")
             why = None if clock else self._nvml.reason or "NVML does not report the SM clock"
+            facts["run"] = describe_run()
             if not self._stop_torch():  # another profiler inside took the events
                 raise ProfileError(SECOND)
             folder = tempfile.TemporaryDirectory(
@@ -112,7 +118,8 @@ class Recorder:
             )
             file = re.sub(r"[^A-Za-z0-9._-]+", "-", self._name)
             source = Path(folder.name) / f"{file}.json"
-            self.torch_profiler.export_chrome_trace(str(source))
+            with progress("PyTorch's profiler writes its trace"):
+                self.torch_profiler.export_chrome_trace(str(source))
         _warn_of_size(source)
         trace = read_trace(source)
         if trace.waits != 2:
@@ -136,6 +143,33 @@ class Recorder:
             self.torch_profiler.stop()
             return True
         return False
+
+
+def describe_run() -> dict[str, str]:
+    """The command of this process, the date, versions, and the peak memory up to now, in words."""
+    import torch
+
+    from attnscope import __version__
+
+    date = datetime.datetime.now(datetime.timezone.utc)
+    found = {
+        "command": shlex.join(sys.orig_argv),
+        "host": platform.node(),
+        "date": date.isoformat(sep=" ", timespec="seconds"),
+        "versions": f"attnscope {__version__}, torch {torch.__version__}, "
+        f"CUDA {torch.version.cuda or 'none'}, Python {platform.python_version()}",
+    }
+    # Linux counts in KiB, macOS in bytes.
+    scale = 1 if sys.platform == "darwin" else 1024
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+    parts = [f"{host / 2**30:.2f} GiB of the process, with the profiler"]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        for device in range(torch.cuda.device_count()):
+            if most := torch.cuda.max_memory_allocated(device):
+                parts.append(f"{most / 2**30:.2f} GiB allocated on cuda:{device}")
+    if rank := rank_of_process():
+        found["rank"] = f"{rank.number} of {rank.world_size}, started by {rank.launcher}"
+    return found | {"peak memory": "; ".join(parts)}
 
 
 def synchronize() -> None:
@@ -192,18 +226,6 @@ def _sentinel(cuda: bool) -> None:
             # Bypasses the dispatcher, so no row of PyTorch's own table includes its time.
             torch.cuda._sleep(1)
             torch.cuda.synchronize()
-
-
-@contextmanager
-def _collector_off() -> Iterator[None]:
-    """Disable garbage collection: with Python frames recorded it is slow, and appears in them."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def _warn_of_length() -> None:

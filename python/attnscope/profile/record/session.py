@@ -31,6 +31,8 @@ class profile:
             region. A step ends when the first optimizer (torch.optim) that is used has stepped. The
             optimizer must step on the region's thread, outside backward(). The unprofiled wall time
             is measured over as many steps just before them, without step 0.
+        step_range: each entry of this range, function or module class begins a step, from step 0,
+            for loops without an optimizer. Without `steps` the whole region is recorded.
         after_steps: called once `steps` are recorded, right after the optimizer has stepped.
         shapes: record the shapes that FLOPs are counted from. Costs about a microsecond per op.
         stacks: record Python frames and nn.Modules. Slows Python down several times; the trace
@@ -51,6 +53,7 @@ class profile:
         warmup: int = 2,
         retries: int = 2,
         steps: range | None = None,
+        step_range: str | None = None,
         after_steps: Callable[[], None] | None = None,
         shapes: bool = True,
         stacks: bool = False,
@@ -64,7 +67,7 @@ class profile:
         if steps is not None and not (steps and steps.start >= 0 and steps.step == 1):
             raise ValueError(f"steps must be a range from 0 or later by ones, got {steps}")
         self.name, self.warmup, self.retries = name, warmup, retries
-        self.steps, self.after_steps = steps, after_steps
+        self.steps, self.after_steps, self.step_range = steps, after_steps, step_range
         self.options = Options(shapes, stacks, memory)
         self._region: Region | None = None
         # For a decorated function: the unprofiled time of a call, or why it is unknown.
@@ -75,10 +78,10 @@ class profile:
             raise ProfileError(TWO)
         self._recorder = Recorder(self.name, self.options)
         self._window: StepWindow | None = None
-        if self.steps is None:
+        if self.steps is None and self.step_range is None:
             self._recorder.start()
         else:
-            self._window = StepWindow(self.steps, self._recorder, self.after_steps)
+            self._window = StepWindow(self.steps, self._recorder, self.after_steps, self.step_range)
             self._window.open()
         self._region = Region(self.name)
         return self._region
@@ -126,6 +129,7 @@ class profile:
                 again = profile(
                     self.name,
                     steps=self.steps,
+                    step_range=self.step_range,
                     after_steps=self.after_steps,
                     **vars(self.options),
                 )

@@ -14,8 +14,7 @@ from attnscope.profile.analysis.tables import NO_RANGE, owner_name, path_of
 from attnscope.profile.attribution.owners import Attribution
 from attnscope.profile.render.files import open_output
 from attnscope.profile.trace.events import CpuEvent, GpuEvent
-from attnscope.profile.trace.json_stream import members, open_trace
-from attnscope.profile.trace.reader import nanoseconds
+from attnscope.profile.trace.json_stream import escape_names, open_trace, read_lines
 
 if TYPE_CHECKING:
     from attnscope.profile.analysis.result import Result
@@ -38,25 +37,27 @@ def write_chrome_trace(profile: Result, path: str | os.PathLike[str]) -> None:
         raise ValueError(
             f"path must not be the trace that was read, got {path}. Give another file name"
         )
-    rows = [json.dumps(row, allow_nan=False) for row in _added(profile.attribution, profile.source)]
+    encode = json.JSONEncoder(allow_nan=False).encode
     with open_trace(profile.source) as file, open_output(path) as out:
         head = ""
         while not (begin := EVENTS.search(head)):
-            if not (more := file.read(CHUNK)):
+            if not (more := read_lines(file, CHUNK)):
                 raise ValueError(f"{profile.source} must have a list traceEvents, got none")
             head += more
         # A trace with kernels has events, so ours can be inserted before them.
-        out.write(head[: begin.end()] + "".join(f"{row},\n" for row in rows))
-        out.write(head[begin.end() :])
-        while more := file.read(CHUNK):
-            out.write(more)
+        out.write(head[: begin.end()])
+        for row in _added(profile.attribution):
+            out.write(f"\n  {{\n    {encode(row)[1:-1]}\n  }},")
+        more = head[begin.end() :]
+        while more:
+            out.write(escape_names(more) if profile.trace.repaired else more)
+            more = read_lines(file, CHUNK)
 
 
-def _added(attribution: Attribution, source: Path) -> Iterator[dict[str, Any]]:
-    kernels = attribution.trace.kernels
+def _added(attribution: Attribution) -> Iterator[dict[str, Any]]:
+    kernels, origin = attribution.trace.kernels, attribution.trace.origin
     if not kernels:
         return
-    origin = _origin(kernels, source)
     yield _meta("process_name", 0, name="attnscope")
     yield _meta("process_sort_index", 0, sort_index=SORT_INDEX)
     streams = sorted({(kernel.device, kernel.stream) for kernel in kernels})
@@ -115,20 +116,6 @@ def _about(attribution: Attribution, group: list[GpuEvent], kind: str) -> dict[s
         about["forward op"] = forward.name if forward else None
         about["module"] = ".".join(attribution.module(group[0]))
     return {key: value for key, value in about.items() if value}
-
-
-def _origin(kernels: list[GpuEvent], source: Path) -> int:
-    """The file's clock at the trace's time 0, in ns, computed from the first kernel."""
-    known = {kernel.correlation for kernel in kernels}
-    with open_trace(source) as file:
-        starts = [
-            nanoseconds(event["ts"])
-            for key, event in members(file, source, "traceEvents")
-            if key == "traceEvents"
-            and event.get("cat") == "kernel"
-            and event["args"].get("correlation", 0) in known
-        ]
-    return min(starts) - kernels[0].start
 
 
 def _meta(what: str, track: int, **arguments: Any) -> dict[str, Any]:

@@ -85,6 +85,12 @@ class Section:
         texts = {name for row in self.rows for name, v in row.items() if isinstance(v, str)}
         return set(self.columns) - texts
 
+    def markdown_lines(self, rows: int) -> list[str]:
+        """The first rows of the table in Markdown, below its heading."""
+        rule = _line("---:" if name in self.numbers else "---" for name in self.columns)
+        cells = [_line(one.text for one in row) for row in self.cells[:rows]]
+        return [_line(self.columns), rule, *cells]
+
 
 @dataclass
 class Document:
@@ -133,10 +139,7 @@ class Document:
                 save(section.figure, folder / stem)
                 lines += ["", f"![{section.title}]({folder.name}/{stem}.svg)"]
             if section.rows:
-                lines += ["", _line(section.columns)]
-                numbers = section.numbers
-                lines.append(_line("---:" if n in numbers else "---" for n in section.columns))
-                lines += [_line(one.text for one in row) for row in section.cells]
+                lines += ["", *section.markdown_lines(len(section.rows))]
             lines += [line for note in section.notes for line in ("", note)]
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -169,11 +172,19 @@ def number(value: float) -> str:
 
 def rows_of(table: pandas.DataFrame) -> list[dict[str, Any]]:
     """The rows of a table, with Python numbers, and None for gaps (NaN)."""
-    columns = [table[name].astype(object).where(table[name].notna(), None) for name in table]
-    return [
-        dict(zip(table.columns, map(_plain, row), strict=True))
-        for row in zip(*columns, strict=True)
-    ]
+    names = list(table.columns)
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns_of(table), strict=True)]
+
+
+def columns_of(table: pandas.DataFrame) -> list[list[Any]]:
+    """The columns of a table, with Python numbers, and None for gaps (NaN)."""
+    found = []
+    for name in table:
+        values = table[name].to_numpy(dtype=object, na_value=None).tolist()
+        if table[name].dtype == object:  # may have numbers of NumPy
+            values = [_plain(value) for value in values]
+        found.append(values)
+    return found
 
 
 def _plain(value: Any) -> Any:

@@ -13,6 +13,7 @@ from attnscope.profile.analysis.steps import PARTS
 from attnscope.profile.analysis.tables import NO_RANGE
 from attnscope.profile.attribution.owners import Attribution
 from attnscope.profile.render.document import INK
+from attnscope.profile.render.table import unit_for
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,11 +21,21 @@ if TYPE_CHECKING:
 
     from attnscope.profile.analysis.result import Result
 
-# Okabe and Ito's colours, safe for colour-blind readers.
+# Okabe and Ito's colours, safe for colour-blind readers, and a violet for communication.
 CATEGORY_COLOURS = dict(
     zip(
         CATEGORIES,
-        ("#0072B2", "#D55E00", "#E69F00", "#56B4E9", "#CC79A7", "#009E73", "#B8A800", "#8C8C8C"),
+        (
+            "#0072B2",
+            "#D55E00",
+            "#E69F00",
+            "#56B4E9",
+            "#CC79A7",
+            "#009E73",
+            "#B8A800",
+            "#7F4FC9",
+            "#8C8C8C",
+        ),
         strict=True,
     )
 )
@@ -33,6 +44,7 @@ PART_COLOURS = dict(zip(PARTS, _PART_COLOURS, strict=True))
 BINS = 240
 MOST_STAGES = 12
 MOST_STEPS = 24
+LEGEND_COLUMNS = 6  # as many of the longest labels fit the width
 
 
 def categories(attribution: Attribution) -> Figure | None:
@@ -45,7 +57,7 @@ def categories(attribution: Attribution) -> Figure | None:
         return None
     longest = sorted(times, key=lambda stage: -times[stage].total())[:MOST_STAGES]
     bars = {stage: {c: ns / 1e3 for c, ns in times[stage].items()} for stage in longest}
-    return stacked_bars(bars, CATEGORY_COLOURS, "kernel time, us")
+    return stacked_bars(*_with_unit(bars, CATEGORY_COLOURS, "kernel time"))
 
 
 def activity(attribution: Attribution) -> Figure | None:
@@ -63,30 +75,39 @@ def activity(attribution: Attribution) -> Figure | None:
     kernels = [kernel for kernel in kernels if kernel.device == gpu]
     start, end = kernels[0].start, max(kernel.end for kernel in kernels)
     edges = np.linspace(start, max(end, start + 1), BINS + 1)
-    filled = {name: np.zeros(BINS) for name in CATEGORIES}
+    spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for kernel in kernels:
-        first, last = np.searchsorted(edges, [kernel.start, kernel.end], side="right") - 1
-        inside = slice(first, min(last, BINS - 1) + 1)
-        overlap = np.minimum(kernel.end, edges[1:][inside])
-        overlap -= np.maximum(kernel.start, edges[:-1][inside])
-        filled[category(kernel.name)][inside] += np.maximum(overlap, 0)
-    used = [name for name in CATEGORIES if filled[name].any()]
+        if kernel.duration:
+            spans[category(kernel.name)].append((kernel.start - start, kernel.end - start))
+    filled = {name: _time_in_bins(np.array(span), edges - start) for name, span in spans.items()}
+    used = [name for name in CATEGORIES if name in filled]
     if not used:
         return None
     figure, axis = _figure(2.4)
+    scale, unit = unit_for((edges[-1] - start) / 1e3)
     axis.stackplot(
-        (edges[:-1] - start) / 1e3,
+        (edges[:-1] - start) / (1e3 * scale),
         [filled[name] / np.diff(edges) for name in used],
         colors=[CATEGORY_COLOURS[name] for name in used],
         labels=used,
         step="post",
         linewidth=0,
     )
-    axis.set_xlabel(f"us after the first kernel, GPU {gpu}")
+    axis.set_xlabel(f"{unit} after the first kernel, GPU {gpu}")
     axis.set_ylabel("share of time")
     axis.margins(x=0)
     _legend(figure, axis)
     return figure
+
+
+def _time_in_bins(spans: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """The time of all spans [n, 2] in each bin between `edges`."""
+    spent = np.zeros(len(edges))  # up to each edge
+    for times, sign in ((spans[:, 0], 1), (spans[:, 1], -1)):
+        times = np.sort(times)
+        before = np.searchsorted(times, edges, side="right")
+        spent += sign * (before * edges - np.concatenate([[0], np.cumsum(times)])[before])
+    return np.maximum(np.diff(spent), 0)
 
 
 def step_parts(profile: Result) -> Figure | None:
@@ -95,7 +116,16 @@ def step_parts(profile: Result) -> Figure | None:
         return None
     steps = profile.steps().head(MOST_STEPS)
     bars = {row["step"]: {part: row[f"{part}_us"] for part in PARTS} for _, row in steps.iterrows()}
-    return stacked_bars(bars, PART_COLOURS, "wall time, us")
+    return stacked_bars(*_with_unit(bars, PART_COLOURS, "wall time"))
+
+
+def _with_unit(
+    bars: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], label: str
+) -> tuple[Mapping[str, Mapping[str, float]], Mapping[str, str], str]:
+    """Bars of microseconds in the unit that fits the longest, with their colours and label."""
+    scale, unit = unit_for(max((sum(bar.values()) for bar in bars.values()), default=0.0))
+    scaled = {name: {part: us / scale for part, us in bar.items()} for name, bar in bars.items()}
+    return scaled, colours, f"{label}, {unit}"
 
 
 def stacked_bars(
@@ -142,6 +172,7 @@ def _ink() -> dict[str, Any]:
 
 def _legend(figure: Figure, axis: Axes) -> None:
     handles, labels = axis.get_legend_handles_labels()
+    columns = min(len(labels), LEGEND_COLUMNS)
     figure.legend(
-        handles, labels, loc="outside upper left", ncols=len(labels), labelcolor=INK, frameon=False
+        handles, labels, loc="outside upper left", ncols=columns, labelcolor=INK, frameon=False
     )

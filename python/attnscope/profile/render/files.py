@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import os
@@ -15,12 +16,14 @@ from attnscope.profile.analysis.catalog import TABLES
 from attnscope.profile.analysis.efficiency import FIGURES
 from attnscope.profile.analysis.kernel_names import short_name
 from attnscope.profile.analysis.tables import path_of
-from attnscope.profile.render.document import rows_of
+from attnscope.profile.render.document import columns_of, rows_of
 
 if TYPE_CHECKING:
+    from attnscope.profile.analysis.lint import Lint
     from attnscope.profile.analysis.result import Result
 
 SCHEMA = 1
+ROWS = 1 << 11  # rows of a table that are converted at a time
 
 
 def profile_tables(profile: Result) -> dict[str, pandas.DataFrame]:
@@ -40,7 +43,12 @@ def write_csv(profile: Result, folder: str | os.PathLike[str]) -> list[Path]:
     for name in TABLES:
         path, table = Path(folder) / f"{name}.csv", profile.table(name)
         if len(table):
-            table.to_csv(path, index=False)
+            with path.open("w", encoding="utf-8", newline="") as file:
+                writer = csv.writer(file, lineterminator="\n")
+                writer.writerow(table.columns)
+                for start in range(0, len(table), ROWS):
+                    columns = columns_of(table.iloc[start : start + ROWS])
+                    writer.writerows(zip(*columns, strict=True))
             written.append(path)
         elif ours:
             path.unlink(missing_ok=True)
@@ -48,14 +56,38 @@ def write_csv(profile: Result, folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def to_json(profile: Result, path: str | os.PathLike[str]) -> None:
+    """Write the JSON of `write_json` to a file, compressed if its name ends with ".gz"."""
+    with open_output(path) as file:
+        write_json(profile, file)
+
+
+def write_json(profile: Result, file: IO[str]) -> None:
     """Write `{"schema": 1, "name", "env", ..., "tables": {name: rows}}`; missing numbers are null.
 
-    "env" describes this process; it is null, with a reason, for a trace read from a file.
+    "env" describes this process; it is null, with a reason, for a trace read from a file. Each row
+    of a table is a line.
     """
+    encode = json.JSONEncoder(allow_nan=False).encode  # with an indent, json is slow for many rows
+    tables = profile_tables(profile)
+    file.write(json.dumps(_facts(profile), indent=1, allow_nan=False).removesuffix("\n}"))
+    file.write(',\n "tables": {')
+    for at, (name, table) in enumerate(tables.items()):
+        file.write(f"{',' if at else ''}\n  {encode(name)}: [")
+        for start in range(0, len(table), ROWS):
+            rows = rows_of(table.iloc[start : start + ROWS])
+            lines = ",\n   ".join(map(encode, rows))
+            file.write(f"{',' if start else ''}\n   {lines}")
+        file.write("\n  ]")
+    file.write("\n }\n}\n")
+
+
+def _facts(profile: Result) -> dict[str, Any]:
+    """All of the JSON but the tables."""
     owners, audit, found = profile.attribution, profile.audit, profile.efficiency()
-    content = {
+    return {
         "schema": SCHEMA,
         "name": profile.name,
+        "run": dict(profile.run),
         **_environment(profile),
         "devices": profile.trace.devices,
         **_peaks(profile),
@@ -85,15 +117,19 @@ def to_json(profile: Result, path: str | os.PathLike[str]) -> None:
             "orphans": len(audit.orphans),
             "sentinels": audit.sentinels,
         },
+        "verdict": vars(profile.verdict),
+        "lint": lint_facts(profile.lint),
         "efficiency": {key: getattr(found, key) for key in (*FIGURES, "occupancy_from")},
         "efficiency_reasons": dict(found.reasons),
         "steps": _steps(profile),
         "findings": [vars(one) for one in profile.findings()],
-        "tables": {name: rows_of(table) for name, table in profile_tables(profile).items()},
     }
-    with open_output(path) as file:
-        json.dump(content, file, indent=1, allow_nan=False)
-        file.write("\n")
+
+
+def lint_facts(lint: Lint) -> dict[str, Any]:
+    """The verdict on a trace and its faults."""
+    faults = [vars(fault) for fault in lint.faults]
+    return {"trusted": lint.trusted, "verdict": lint.verdict, "faults": faults}
 
 
 def _environment(profile: Result) -> dict[str, Any]:
@@ -122,13 +158,18 @@ def _peaks(profile: Result) -> dict[str, Any]:
 def _steps(profile: Result) -> dict[str, Any]:
     """The rule that found the steps, and the extra time of the first step or why it is unknown."""
     if not profile.has_ops:
-        return {"rule": None, "setup_us": None, "setup_reason": "no op and no range was recorded"}
+        reason = "no op and no range was recorded"
+        none = dict.fromkeys(("rule", "setup_us", "mean_us", "sd_us", "counted"))
+        return none | {"setup_reason": reason}
     about = profile.steps().attrs
     setup = about["setup_us"]
     return {
         "rule": about["steps"],
         "setup_us": None if setup is None else max(setup, 0.0),
         "setup_reason": about.get("setup_reason"),
+        "mean_us": about["mean_us"],
+        "sd_us": about["sd_us"],
+        "counted": about["counted"],
     }
 
 

@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from attnscope.common.console import say
+from attnscope.common.console import progress, say
 from attnscope.profile.analysis.result import Result
 from attnscope.profile.render.chrome_trace import write_chrome_trace
 from attnscope.profile.render.files import to_json, write_csv
 from attnscope.profile.render.html import write_html
+from attnscope.profile.render.markdown import as_markdown
 
 
 def _json(profile: Result, folder: Path) -> list[Path]:
     to_json(profile, folder / "profile.json")
     return [folder / "profile.json"]
+
+
+def _markdown(profile: Result, folder: Path) -> list[Path]:
+    (folder / "profile.md").write_text(as_markdown(profile) + "\n", encoding="utf-8")
+    return [folder / "profile.md"]
 
 
 def _html(profile: Result, folder: Path) -> list[Path]:
@@ -38,6 +44,7 @@ FORMATS: dict[str, Callable[[Result, Path], list[Path]]] = {
     "csv": write_csv,
     "json": _json,
     "html": _html,
+    "markdown": _markdown,
     "chrome trace": _chrome_trace,
 }
 
@@ -45,5 +52,9 @@ FORMATS: dict[str, Callable[[Result, Path], list[Path]]] = {
 def write_all(profile: Result, folder: Path) -> str:
     """Write every format in a folder. Returns a sentence with the names of the files."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = [path.name for write in FORMATS.values() for path in write(profile, folder)]
+    written: list[str] = []
+    with progress(f"writing {folder}") as report:
+        for at, write in enumerate(FORMATS.values()):
+            report(at / len(FORMATS))
+            written += [path.name for path in write(profile, folder)]
     return f"wrote {', '.join(sorted(written))} in {folder}"

@@ -13,16 +13,19 @@ import pandas
 
 from attnscope.profile.analysis.catalog import TABLES
 from attnscope.profile.analysis.kernel_names import category
+from attnscope.profile.analysis.lint import LOST
 from attnscope.profile.analysis.rates import NO_WORK
 from attnscope.profile.analysis.tree import icicle
-from attnscope.profile.attribution.backward import ENGINE
 from attnscope.profile.render.document import Section, environment, rows_of
 from attnscope.profile.render.figures import CATEGORY_COLOURS, activity, categories, step_parts
+from attnscope.profile.render.table import shown_name, unit_for
 from attnscope.profile.render.terminal import (
     FIGURES,
     attribution_line,
+    completeness,
     duration,
     heading,
+    notes,
     percent,
 )
 from attnscope.profile.render.views import speed_captions
@@ -57,7 +60,10 @@ def write_html(profile: Result, path: str | os.PathLike[str]) -> None:
     page = environment().get_template("profile.html.j2")
     text = page.render(
         title=f"{profile.name}: where GPU time went",
+        verdict=None if profile.empty else profile.verdict,
         heading=heading(profile),
+        run=dict(profile.run)
+        | {"completeness": completeness(profile), "lint": profile.lint.verdict},
         attribution=attribution_line(profile.attribution),
         warnings=list(_warnings(profile)),
         cards=list(_cards(profile)),
@@ -84,10 +90,10 @@ def write_html(profile: Result, path: str | os.PathLike[str]) -> None:
 def _warnings(profile: Result) -> Iterator[str]:
     if profile.incomplete:
         yield f"INCOMPLETE: {profile.incomplete}. Times below are too small."
-    if profile.interrupted:
-        yield f"Ended by {profile.interrupted}; what ran before it is below."
-    if profile.trace.kernels and profile.device is None:
-        yield f"No MFU: {profile.device_reason}."
+    if not profile.lint.trusted:
+        yield f"{profile.lint.verdict}."
+    faults = [str(fault) for fault in profile.lint.faults if fault.kind != LOST]
+    yield from (f"{note[0].upper()}{note[1:]}." for note in (*faults, *notes(profile)))
 
 
 def _cards(profile: Result) -> Iterator[tuple[str, str, str]]:
@@ -120,7 +126,7 @@ def _unchanged(title: str, table: pandas.DataFrame, line: str, profile: Result) 
 def _stages(title: str, table: pandas.DataFrame, line: str, profile: Result) -> Section:
     # Indent with no-break spaces; rows stay in program order.
     table["range"] = [
-        "\N{NO-BREAK SPACE}" * 3 * depth + name
+        "\N{NO-BREAK SPACE}" * 3 * depth + shown_name(name)
         for depth, name in zip(table["depth"], table["range"], strict=True)
     ]
     text = (
@@ -131,7 +137,8 @@ def _stages(title: str, table: pandas.DataFrame, line: str, profile: Result) -> 
 
 
 def _operators(title: str, table: pandas.DataFrame, line: str, profile: Result) -> Section:
-    table["name"] = [name.replace(ENGINE, "engine: ") for name in table["name"]]
+    table["name"] = [shown_name(name) for name in table["name"]]
+    table = table.sort_values(["self_gpu_us", "self_cpu_us"], ascending=False, kind="stable")
     text = (
         "GPU time of an op has its kernels and those of the ops inside; only self time may be "
         f"summed. {line}."
@@ -172,14 +179,21 @@ SECTIONS: dict[str, Callable[[str, pandas.DataFrame, str, Result], Section]] = {
 
 
 def _rows(table: pandas.DataFrame, headings: dict[str, str]) -> list[dict[str, Any]]:
-    """Rows with the page's headings; shares become percentages."""
-    found = []
+    """Rows with the page's headings; shares become percentages, times get a unit that fits."""
+    found, scales = [], {}
+    for key, name in headings.items():
+        if name.endswith(" us"):
+            scale, unit = unit_for(table[key].max())
+            headings = headings | {key: f"{name.removesuffix('us')}{unit}"}
+            scales[key] = scale
     for row in rows_of(table):
         if row.get("flops_reason") == NO_WORK:
             row["flops_reason"] = None
         for key, name in headings.items():
             if name.endswith("%") and row.get(key) is not None:
                 row[key] *= 100
+            elif key in scales and row.get(key) is not None:
+                row[key] /= scales[key]
         found.append({headings[key]: row.get(key) for key in headings})
     return found
 

@@ -15,10 +15,12 @@ from rich.text import Text
 
 from attnscope.common.console import console, say
 from attnscope.profile.analysis.rates import NO_WORK
+from attnscope.profile.attribution.backward import ENGINE
 
 MISSING = "-"
 # Left-justified, beside the first column.
 TEXTS = ("op", "range", "device", "row", "explanation", "names")
+PIPE_WIDTH = 120  # characters, where the output is no terminal
 LEAST_TEXT = 24  # minimum width of a text column, in characters
 GAP = 2  # spaces between columns
 # Columns that a narrow terminal omits, first to last.
@@ -27,6 +29,9 @@ LEAVE_OUT = (
     "mfu_at_clock", "gpu_self_us", "cpu_us", "tflops", "backward_gpu_us", "idle_us", "kernels",
     "op", "bytes", "mean_us", "share",
 )  # fmt: skip
+
+# Compiled graphs have their hash in their name.
+_HASH = re.compile(r"\b[a-z0-9]{32,}\b")
 
 # A terminal column: heading, column of the table, format of its values.
 Column = tuple[str, str, Callable[[Any], str]]
@@ -49,7 +54,8 @@ def print_table(
     cells = {key: [_cell(value, write) for value in rows[key]] for _, key, write in columns}
     texts = {columns[0][1]} | {key for _, key, _ in columns if key in TEXTS}
     needed = {key: max(map(cell_len, [label, *cells[key]])) for label, key, _ in columns}
-    widths = fit(needed, texts, out.width)
+    whole = out.is_terminal or columns[0][1] == "symbol"  # symbols were asked for
+    widths = fit(needed, texts, out.width if whole else PIPE_WIDTH)
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     kept = [column for column in columns if column[1] in widths]
     for label, key, _ in kept:
@@ -104,6 +110,11 @@ def _cell(value: Any, write: Callable[[Any], str]) -> str:
     return plain(write(value))
 
 
+def shown_name(name: str) -> str:
+    """The name of an op or range: without the engine's prefix, long hashes cut to 7 characters."""
+    return _HASH.sub(lambda found: f"{found[0][:7]}…", name.replace(ENGINE, "engine: "))
+
+
 def plain(text: str) -> str:
     """Text without control characters or line breaks: names are untrusted."""
     return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", " ", text)
@@ -114,6 +125,14 @@ def unit_of(column: pandas.Series) -> tuple[str, Callable[[Any], str]]:
     if column.max() >= 1e5:
         return "ms", lambda value: f"{value / 1e3:,.3f}" if value else "0"
     return "us", lambda value: f"{value:,.2f}" if value else "0"
+
+
+def unit_for(microseconds: float) -> tuple[float, str]:
+    """The unit that fits times up to this one: microseconds in the unit, and its name."""
+    for limit, scale, unit in ((1e4, 1.0, "us"), (1e7, 1e3, "ms")):
+        if not microseconds >= limit:  # true for NaN too
+            return scale, unit
+    return 1e6, "s"
 
 
 def duration(microseconds: float) -> str:

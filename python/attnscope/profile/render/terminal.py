@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from attnscope.common.console import say
 from attnscope.profile.analysis.catalog import TABLES
 from attnscope.profile.analysis.kernel_names import short_name
+from attnscope.profile.analysis.lint import LOST, Lint
 from attnscope.profile.analysis.tables import path_of
 from attnscope.profile.attribution.owners import Attribution, busy_ns
 from attnscope.profile.render.table import duration, percent, plain, print_table
@@ -44,23 +45,25 @@ def print_profile(
 ) -> None:
     """Print the first `top` rows of every table, the efficiency figures and the findings.
 
-    `top` is at least 1. `sort` is a column of the operator table, one of SORTED (default: GPU time,
-    or CPU time without a GPU); rows without a value come last. Raises ValueError for an invalid
-    `sort` or `top`, ProfileError for tables that contradict the trace.
+    `top` is at least 1. `sort` is a column of the operator table, one of SORTED (default: self GPU
+    time, or self CPU time without a GPU); rows without a value come last. Raises ValueError for an
+    invalid `sort` or `top`, ProfileError for tables that contradict the trace.
     """
     if not isinstance(top, int) or top < 1:
         raise ValueError(f"top must be an integer of at least 1, got {top!r}")
     check_sort(sort)
     gpu = bool(profile.trace.kernels)
     line = attribution_line(profile.attribution) if gpu else ""  # printed once, above
-    how = How(line, sort or ("gpu_us" if gpu else "cpu_us"), gpu, full_names)
+    how = How(line, sort or ("self_gpu_us" if gpu else "self_cpu_us"), gpu, full_names)
     titles = {name: kind.title for name, kind in TABLES.items() if kind.title}
     # Refuse a table that contradicts the trace before anything is printed.
     views = {name: view_of(name, profile, how) for name in titles}
+    _print_verdict(profile)
     say(heading(profile), "bold")
     _print_state(profile)
     if profile.empty:
-        say("nothing was recorded: no op, no range, no GPU event")
+        what = "read" if profile.trace.faults.unread else "recorded"
+        say(f"nothing was {what}: no op, no range, no GPU event")
         return
     for name, view in views.items():
         if view is None:
@@ -71,6 +74,16 @@ def print_profile(
     if gpu:
         _print_efficiency(profile)
         _print_findings(profile)
+
+
+def _print_verdict(profile: Result) -> None:
+    if profile.empty:
+        return
+    found = profile.verdict
+    doubt = "" if profile.lint.trusted else " (from tables that cannot be trusted)"
+    say(plain(f"{found.title}{doubt}"), "bold magenta" if profile.lint.trusted else "bold red")
+    for line in found.evidence:
+        say(plain(f"  {line}"), "dim")
 
 
 def heading(profile: Result) -> str:
@@ -102,13 +115,15 @@ def attribution_line(attribution: Attribution) -> str:
         return NO_GPU_TIME
     total, replayed = attribution.total_ns, attribution.replayed_ns
     line = f"{percent(attribution.share)} of {duration(total / 1e3)} GPU time owned"
-    by_ops = attribution.owned_ns - replayed
+    by_ops, captured = attribution.owned_ns - replayed, attribution.captured_ns
     if not replayed:
         line += " by ops"
     else:
         line += f": {percent(by_ops / total)} by ops, " if by_ops else ": "
         line += f"{percent(replayed / total)} by replays of CUDA graphs (the trace does not show "
         line += "which op captured a kernel)"
+    if captured:
+        line += f" ({percent(captured / total)} by ops that captured it into CUDA graphs)"
     if not attribution.unowned:
         return line
     groups: Counter[tuple[str, str]] = Counter()
@@ -127,24 +142,50 @@ def attribution_line(attribution: Attribution) -> str:
     return f"{line}; not owned: " + "; ".join(rest) + more
 
 
-def _print_state(profile: Result) -> None:
+def completeness(profile: Result) -> str:
+    """Whether every launch has its work in the trace; "" without launches."""
     audit = profile.audit
     if profile.incomplete:
-        say(f"INCOMPLETE: {profile.incomplete}. Times below are too small.", "bold red")
-    elif audit.launches:
-        line = f"complete: each of {audit.launches} launches has its work in the trace"
-        line += f"; {audit.captured} more were captured into a graph" if audit.captured else ""
-        say(line, "green")
-    if audit.orphans:
-        say(f"kernels without a launch call in the trace: {len(audit.orphans)}", "yellow")
-    if wrong := profile.attribution.disagreements:
-        say(f"kernels whose launch lies in another op than their id names: {len(wrong)}", "yellow")
+        return f"INCOMPLETE: {profile.incomplete}. Times below are too small."
+    if not audit.launches:
+        return ""
+    line = f"complete: each of {audit.launches} launches has its work in the trace"
+    return line + (f"; {audit.captured} more were captured into a graph" if audit.captured else "")
+
+
+def _print_state(profile: Result) -> None:
+    if line := completeness(profile):
+        say(line, "bold red" if profile.incomplete else "green")
+    print_lint(profile.lint)
+    for note in notes(profile):
+        say(plain(note), "yellow")
+
+
+def notes(profile: Result) -> list[str]:
+    """What a reader of the tables must know besides the faults of the trace."""
+    trace, found = profile.trace, []
     if profile.interrupted:
-        say(f"ended by {profile.interrupted}; what ran before it is below", "yellow")
-    if not profile.trace.kernels:
-        say(NO_GPU_TIME, "yellow")
-    elif profile.device is None:
-        say(f"no MFU: {profile.device_reason}", "yellow")
+        found.append(f"ended by {profile.interrupted}; what ran before it is below")
+    if not trace.kernels and not trace.faults.unread:
+        found.append(NO_GPU_TIME)
+        if any(event.kind == "python" for event in trace.cpu):
+            found.append(
+                "Python lines and modules are shown by GPU time: none ran, so none is shown"
+            )
+    elif trace.kernels and profile.device is None:
+        found.append(f"no MFU: {profile.device_reason}")
+    if trace.memory:
+        found.append("with memory, PyTorch records no ops of threads that the program started")
+    return found
+
+
+def print_lint(lint: Lint, lost: bool = False) -> None:
+    """Print the verdict on the trace and a line for each kind of fault; `lost` with lost launches,
+    which the head of a report reports by itself."""
+    say(plain(lint.verdict), "green" if lint.trusted else "bold red")
+    for fault in lint.faults:
+        if lost or fault.kind != LOST:
+            say(plain(f"  {fault}"), "red" if fault.distrust else "yellow")
 
 
 def _print_efficiency(profile: Result) -> None:
@@ -162,7 +203,8 @@ def _print_findings(profile: Result) -> None:
         say("")
         say(plain(f"{finding.kind}: {finding.title}"), "bold yellow")
         for row in finding.evidence[:EVIDENCE]:
-            say("  " + ", ".join(_said(key, value) for key, value in row.items()))
+            facts = (_said(key, value) for key, value in row.items() if value is not None)
+            say("  " + ", ".join(facts))
         if len(finding.evidence) > EVIDENCE:
             say(f"  and {len(finding.evidence) - EVIDENCE} more", "dim")
         say(f"  try: {finding.advice}")

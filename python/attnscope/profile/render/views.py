@@ -12,19 +12,23 @@ from pandas.api.types import is_float_dtype, is_integer_dtype
 from attnscope.profile.analysis.rates import peaks_text
 from attnscope.profile.analysis.steps import PARTS
 from attnscope.profile.analysis.tables import NO_OP, REPLAY
-from attnscope.profile.attribution.backward import ENGINE
 from attnscope.profile.render.table import (
     Column,
     count,
     duration,
     mebibytes,
     percent,
+    shown_name,
     unit_of,
 )
 
 if TYPE_CHECKING:
     from attnscope.profile.analysis.result import Result
 
+COMMUNICATION_NOTE = (
+    "exposed: its device ran nothing else; times include waiting for late ranks, which "
+    "attnscope profile --merge takes apart"
+)
 LINES_NOTE = "with the line where the function begins; backward work is with its forward op"
 
 
@@ -73,13 +77,13 @@ def _unchanged(profile: Result, table: pandas.DataFrame, how: How) -> View:
 
 
 def _stages(profile: Result, table: pandas.DataFrame, how: How) -> View:
-    names = ["  " * d + n for d, n in zip(table.depth, table.range, strict=True)]
+    names = ["  " * d + shown_name(n) for d, n in zip(table.depth, table.range, strict=True)]
     return View(table.assign(range=names), _stage_columns(table, how.gpu), how.line)
 
 
 def _operators(profile: Result, table: pandas.DataFrame, how: How) -> View:
     if not how.full_names:
-        table["name"] = [name.replace(ENGINE, "engine: ") for name in table["name"]]
+        table["name"] = [shown_name(name) for name in table["name"]]
     apart = table["name"].isin((REPLAY, NO_OP))
     return View(
         table[~apart].sort_values(how.sort, ascending=how.sort == "name", kind="stable"),
@@ -97,6 +101,25 @@ def _kernels(profile: Result, table: pandas.DataFrame, how: How) -> View:
 def _copies(profile: Result, table: pandas.DataFrame, how: How) -> View:
     note = f"copies and fills: {duration(table.total_us.sum())}, in no other table"
     return View(table, _copy_columns(table), note)
+
+
+def _communication(profile: Result, table: pandas.DataFrame, how: How) -> View:
+    unit, time = unit_of(table["total_us"])
+    columns: list[Column] = [
+        ("collective", "collective", str),
+        ("group", "group", str),
+        ("ranks", "size", count),
+        ("dtype", "dtype", str),
+        ("calls", "calls", count),
+        ("MiB", "bytes", mebibytes),
+        (f"total {unit}", "total_us", time),
+        (f"mean {unit}", "mean_us", time),
+        (f"exposed {unit}", "exposed_us", time),
+        (f"overlapped {unit}", "overlapped_us", time),
+        ("bus GB/s", "bus_gbs", "{:,.4g}".format),
+    ]
+    columns = [column for column in columns if table[column[1]].notna().any()]
+    return View(table, columns, COMMUNICATION_NOTE)
 
 
 def _modules(profile: Result, table: pandas.DataFrame, how: How) -> View:
@@ -121,7 +144,18 @@ def _steps(profile: Result, table: pandas.DataFrame, how: How) -> View:
     note = f"steps: {table.attrs['steps']}; each instant counts once, in the leftmost part"
     if table.attrs["setup_us"] is not None:
         note += f"; set-up in the first step: {duration(max(table.attrs['setup_us'], 0.0))}"
-    return View(table, columns, note)
+    return View(table, columns, note, _step_summary(table))
+
+
+def _step_summary(table: pandas.DataFrame) -> pandas.DataFrame | None:
+    """Rows with the mean and the standard deviation over the steps, without set-up."""
+    counted = table.attrs["counted"]
+    if counted < 2:
+        return None
+    steady = table.tail(counted)[["wall_us", *(f"{part}_us" for part in PARTS)]]
+    mean, spread = steady.mean(), steady.std()
+    rows = [{"step": f"mean of {counted}", **mean}, {"step": "standard deviation", **spread}]
+    return pandas.DataFrame(rows)
 
 
 VIEWS: dict[str, Callable[[Result, pandas.DataFrame, How], View]] = {
@@ -129,6 +163,7 @@ VIEWS: dict[str, Callable[[Result, pandas.DataFrame, How], View]] = {
     "operators": _operators,
     "kernels": _kernels,
     "copies": _copies,
+    "communication": _communication,
     "modules": _modules,
     "lines": _lines,
     "memory": _memory,

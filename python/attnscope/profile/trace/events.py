@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
+
+from attnscope.profile.trace.collectives import Collective
 
 CLOCKS_NS = 2000  # maximum difference between CUPTI's and PyTorch's clocks
 
@@ -62,10 +66,22 @@ class GpuEvent:
     warps_per_sm: float | None = None
     occupancy: float | None = None  # percent, the profiler's estimate; None if it is 0
     bytes: int | None = None  # copies and fills only
+    context: int = 0
+    node: int = 0  # in a CUDA graph, 0 if the trace does not show it
+    annotation: str | None = None  # of its node in a CUDA graph (torch.cuda's mark_kernels)
 
     @property
     def duration(self) -> int:
         return self.end - self.start
+
+
+# Nesting order of events that start and end together: a range is entered before the op in it.
+_RANKS = {"range": 0, "python": 1, "op": 2, "call": 3}
+
+
+def entry_order(event: CpuEvent) -> tuple[int, int, int]:
+    """Sort key: by start, outer events first."""
+    return event.start, -event.end, _RANKS[event.kind]
 
 
 def is_open(event: CpuEvent, call_start: int) -> bool:
@@ -93,6 +109,38 @@ class Overhead(NamedTuple):
 
 
 @dataclass
+class Faults:
+    """What the reader left out, clipped or did not know, counted.
+
+    Attributes:
+        unread: (category, phase) of events that may be work and were not read.
+        negative: events with a duration below 0, left out.
+        far: events half a day or more from the others, left out.
+        duplicates: repeated events, left out.
+        early: GPU work that starts before its launch by more than CLOCKS_NS, left out; kept if
+            there is too much of it (`clocks_differ`). `earliest_ns` is the largest difference.
+        clipped: GPU work that outlasted later work of its stream, cut where that work starts.
+        clipped_ns: the time that was cut off.
+        instant: kernels that end when they start.
+        pids: events of each process with ops or CUDA calls.
+        left_out: correlation ids of GPU work that is in no table although it was launched.
+    """
+
+    unread: Counter[tuple[str, str]] = field(default_factory=Counter)
+    negative: int = 0
+    far: int = 0
+    duplicates: int = 0
+    early: int = 0
+    earliest_ns: int = 0
+    clocks_differ: bool = False
+    clipped: int = 0
+    clipped_ns: int = 0
+    instant: int = 0
+    pids: Counter[str] = field(default_factory=Counter)
+    left_out: set[int] = field(default_factory=set)
+
+
+@dataclass
 class Trace:
     """The events of one profiled window, each list sorted by start.
 
@@ -102,7 +150,12 @@ class Trace:
     kernels are in no other list. `waits` counts the profiler's own waits for the device, one at
     each end of a region. `thread` is the thread that ended the region. `steps` has the number and
     start time of each recorded step. `steps_end` is the end of the last one, None if the program
-    ended first.
+    ended first. `step_range` is the name of the range that begins a step, "" for optimizer steps.
+    `cut`: another step follows the last one in the file. `profiler_steps` has number, start and end
+    of the steps that the program marked with `torch.profiler.profile.step()`. `faults` counts the
+    events that cannot be true. `origin` is the file's time, in nanoseconds, that is 0 here.
+    `repaired` is True for a file that is not JSON because PyTorch did not escape quotes in names.
+    `collectives` maps the external id of a collective's op and kernels to what PyTorch recorded.
     """
 
     cpu: list[CpuEvent] = field(default_factory=list)
@@ -116,8 +169,15 @@ class Trace:
     thread: int | None = None
     steps: list[tuple[int, int]] = field(default_factory=list)
     steps_end: int | None = None
+    step_range: str = ""
+    cut: bool = False
+    profiler_steps: list[tuple[int, int, int]] = field(default_factory=list)
     start: int = 0
     end: int = 0
+    origin: int = 0
+    repaired: bool = False
+    collectives: dict[int, Collective] = field(default_factory=dict)
+    faults: Faults = field(default_factory=Faults)
 
     @property
     def kernels(self) -> list[GpuEvent]:
@@ -127,6 +187,21 @@ class Trace:
     def copies(self) -> list[GpuEvent]:
         """Copies and fills."""
         return [event for event in self.gpu if event.kind != "kernel"]
+
+    @cached_property
+    def program(self) -> tuple[int, int] | None:
+        """From the start of the first op, range, GPU event or launch to the end of the last.
+
+        None if there is none. Requested steps count as well.
+        """
+        launches = {work.launch for work in self.gpu if work.launch >= 0}
+        starts = [at for _, at in self.steps[:1]] + [work.start for work in self.gpu[:1]]
+        ends = [work.end for work in self.gpu]
+        for event in self.cpu:
+            if event.kind == "op" or event.kind == "range" or event.index in launches:
+                starts.append(event.start)
+                ends.append(event.end)
+        return (min(starts), max(max(ends), self.steps_end or 0)) if ends else None
 
     def ancestors(self, event: CpuEvent | GpuEvent) -> Iterator[CpuEvent]:
         """The events around an event, innermost first; for GPU work, its launch call first."""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 CHUNK = 1 << 20
 # Maximum length of a JSON value in characters; no event of a profiler is longer.
@@ -27,25 +27,13 @@ NAME = re.compile(
 )
 
 
+SPACE = re.compile(r"[ \n\r\t]+")
 REMEDY = "Export the trace again"
 
 
-class Text(Protocol):
-    def read(self, size: int, /) -> str: ...
-
-
-class NameEscaper:
-    """The text of a trace with quotes in names escaped; PyTorch's own text may be invalid JSON."""
-
-    def __init__(self, file: IO[str]) -> None:
-        self._file = file
-
-    def read(self, size: int, /) -> str:
-        """At least `size` characters, up to the end of a line; "" at the end of the file."""
-        text = self._file.read(size)
-        if text and not text.endswith("\n"):
-            text += self._file.readline(LONGEST_VALUE)
-        return NAME.sub(_escaped, text)
+def escape_names(text: str) -> str:
+    """Whole lines of a trace with quotes in names escaped; PyTorch may write invalid JSON."""
+    return NAME.sub(_escaped, text)
 
 
 def _escaped(found: re.Match[str]) -> str:
@@ -55,16 +43,32 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 @contextmanager
-def open_trace(path: str | os.PathLike[str]) -> Iterator[Text]:
+def open_trace(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
     """Open the text of a chrome trace, `.json` or `.json.gz`."""
     opener: Callable[..., IO[str]] = gzip.open if str(path).endswith(".gz") else open
     # Replace invalid bytes: PyTorch may garble a name, but the rest is readable.
     with opener(path, "rt", encoding="utf-8", errors="replace") as file:
-        yield NameEscaper(file)
+        yield file
+
+
+def read_lines(file: IO[str], size: int) -> str:
+    """At least `size` characters, up to the end of a line; "" at the end of the file."""
+    text = file.read(size)
+    if text and not text.endswith("\n"):
+        text += file.readline(LONGEST_VALUE)
+    return text
 
 
 class Number(str):
     """A decimal number as written in the file; the type distinguishes it from a string."""
+
+
+_DECODER = json.JSONDecoder(parse_float=Number, parse_constant=lambda token: None, strict=False)
+
+
+def decode(text: str) -> Any:
+    """A JSON value; numbers as in `members`. Raises ValueError for text that is not JSON."""
+    return _DECODER.decode(text)
 
 
 def plain(value: Any) -> Any:
@@ -78,57 +82,83 @@ def plain(value: Any) -> Any:
     return value
 
 
-def members(file: Text, path: Path, key: str) -> Iterator[tuple[str, Any]]:
-    """Keys and values of the object in a file; the list under `key` is yielded item by item.
+class JsonText:
+    """JSON of a file that is read in chunks.
 
-    Decimal numbers become `Number`; NaN and Infinity, which are not JSON, become None. Raises
-    ValueError, with `path` and the position, for text that is truncated, is not JSON, or is not an
-    object with a list under `key`.
+    Decimal numbers become `Number`; NaN and Infinity, which are not JSON, become None. `repaired`
+    is True once quotes in a name had to be escaped.
     """
-    text = _Text(file, path)
-    text.expect("{", f"an object with {key}")
-    found = False
-    while not text.accept("}"):
-        name = text.value()
-        if not isinstance(name, str):
-            raise text.wrong(f"{name!r:.40} where a key is expected")
-        text.expect(":", "after a key")
-        if name == key:
-            found = True
-            text.expect("[", f"{key} is a list")
-            if not text.accept("]"):
-                yield key, text.value()
-                while text.accept(","):
-                    yield key, text.value()
-                text.expect("]", "after an item")
-        else:
-            yield name, text.value()
-        if not text.accept(","):
-            text.expect("}", "after a value")
-            break
-    if text.peek():
-        raise text.wrong("text after the end of the object")
-    if not found:
-        raise ValueError(f"{path} must have a list {key}, got an object without it. {REMEDY}")
 
-
-class _Text:
-    """JSON tokens of a file that is read in chunks."""
-
-    def __init__(self, file: Text, path: Path) -> None:
+    def __init__(self, file: IO[str], path: Path) -> None:
         self.file, self.path = file, path
-        self.decoder = json.JSONDecoder(
-            parse_float=Number, parse_constant=lambda token: None, strict=False
-        )
         self.text, self.at, self.before = "", 0, 0
+        self.escaped = 0  # the text up to here has its names escaped
+        self.repaired = False
+
+    def members(self, key: str, known: re.Pattern[str] | None = None) -> Iterator[tuple[str, Any]]:
+        """Keys and values of the object in the file; the value of `key` is a list.
+
+        That list is an iterator, to be exhausted before the next member. An item of it that the
+        pattern `known` matches is its match, without being decoded.
+        Raises ValueError, with the path and the position, for text that is truncated, is not JSON,
+        or is not an object with a list under `key`.
+        """
+        self.expect("{", f"an object with {key}")
+        found = False
+        while not self.accept("}"):
+            name = self.value()
+            if not isinstance(name, str):
+                raise self.wrong(f"{name!r:.40} where a key is expected")
+            self.expect(":", "after a key")
+            if name == key:
+                found = True
+                self.expect("[", f"{key} is a list")
+                yield key, self.items(known)
+            else:
+                yield name, self.value()
+            if not self.accept(","):
+                self.expect("}", "after a value")
+                break
+        if self.peek():
+            raise self.wrong("text after the end of the object")
+        if not found:
+            raise ValueError(
+                f"{self.path} must have a list {key}, got an object without it. {REMEDY}"
+            )
 
     def more(self) -> bool:
         """Drop parsed text, read at least as much as is left; False at the end of the file."""
         left = self.text[self.at :]
-        added = self.file.read(max(CHUNK, len(left)))
+        added = read_lines(self.file, max(CHUNK, len(left)))
         self.before += self.at
-        self.text, self.at = left + added, 0
+        self.text, self.at, self.escaped = left + added, 0, max(0, self.escaped - self.at)
         return bool(added)
+
+    def escape(self) -> bool:
+        """Escape quotes in names of the text that is not parsed yet; False if nothing changed."""
+        begin = max(self.at, self.escaped)
+        # The part starts at a line of the file, or in one that no name begins in.
+        text = self.text[:begin] + escape_names(self.text[begin:])
+        changed, self.text, self.escaped = text != self.text, text, len(text)
+        self.repaired |= changed
+        return changed
+
+    def items(self, known: re.Pattern[str] | None) -> Iterator[Any]:
+        """The items of a list, up to its closing bracket."""
+        if self.accept("]"):
+            return
+        while True:
+            match = known.match(self.text, self.at) if known else None
+            if match:
+                self.at = match.end()
+                yield match
+            else:
+                yield self.value()
+            if self.text.startswith(",", self.at):
+                self.at += 1
+            elif not self.accept(","):
+                break
+        self.expect("]", "after an item")
 
     def wrong(self, what: str) -> ValueError:
         at = self.before + self.at
@@ -137,8 +167,8 @@ class _Text:
     def peek(self) -> str:
         """The next character that is not white space; "" at the end."""
         while True:
-            while self.at < len(self.text) and self.text[self.at] in " \n\r\t":
-                self.at += 1
+            if space := SPACE.match(self.text, self.at):
+                self.at = space.end()
             if self.at < len(self.text) or not self.more():
                 return self.text[self.at : self.at + 1]
 
@@ -166,7 +196,7 @@ class _Text:
         self.peek()
         while True:
             try:
-                value, end = self.decoder.raw_decode(self.text, self.at)
+                value, end = _DECODER.raw_decode(self.text, self.at)
                 rest = self.text[end : end + 3]
                 if rest.lstrip(".eE+-"):
                     self.at = end
@@ -178,6 +208,8 @@ class _Text:
                     self.at = len(self.text)
                     return value
             except json.JSONDecodeError as error:
+                if self.escape():
+                    continue
                 if len(self.text) - self.at > LONGEST_VALUE:
                     raise self.wrong(f"no value ({error.msg})") from None
                 if not self.more():

@@ -39,6 +39,14 @@ def lm_command(
             " there are an error, so that none is lost.",
         ),
     ] = False,
+    nsys: Annotated[
+        bool,
+        typer.Option(
+            "--nsys",
+            help="Record a step of each under nsys instead, in folders below OUTPUT/nsys, and"
+            " write lm-nsys beside lm. Recorded ones are kept.",
+        ),
+    ] = False,
     timeout: Timeout = 600.0,
     device: Device = None,
 ) -> None:
@@ -70,6 +78,10 @@ def lm_command(
         ]
         if not runs:
             raise ValueError(f"models, impl must each name one or more, got {models!r}, {impl!r}")
+    if nsys:
+        from attnscope.studies.lm.nsys_report import record_and_report
+
+        return record_and_report(runs, output, timeout)
     from attnscope.studies.lm.records import read_models
     from attnscope.studies.lm.report import model_report
 

@@ -52,6 +52,16 @@ def measure(run: Run) -> Row:
 
     Raises Unsupported where the impl cannot do it, and whatever running it raises.
     """
+    training, record = time_steps(run)
+    if record["no_kernels"] is None:
+        recorded = profile(run.name, warmup=0)(training.step)
+        recorded()
+        record |= asdict(gpu_work(recorded.profile))
+    return record
+
+
+def time_steps(run: Run) -> tuple[Training, Row]:
+    """A configuration that has warmed up, and its record with wall times. Raises as `measure`."""
     import torch
 
     device = torch.device(run.device)
@@ -78,11 +88,7 @@ def measure(run: Run) -> Row:
     if device.type == "cuda":
         record["peak_memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
     record["no_kernels"] = _why_no_kernels(device.type)
-    if record["no_kernels"] is None:
-        recorded = profile(run.name, warmup=0)(training.step)
-        recorded()
-        record |= asdict(gpu_work(recorded.profile))
-    return record
+    return training, record
 
 
 def _why_no_kernels(device_type: str) -> str | None:

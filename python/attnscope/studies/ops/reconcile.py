@@ -44,7 +44,8 @@ class Measurement:
     """One tool's times of one call, in microseconds.
 
     `beyond`: what the times include besides the GPU work; `beyond_us`: at most how much;
-    `within_us`: how much of the work they may miss. Without samples, `reason` is why.
+    `within_us`: how much of the work they may miss; `tolerance`: share of the reference, None for
+    the comparison's own. Without samples, `reason` is why.
     """
 
     tool: str
@@ -53,6 +54,7 @@ class Measurement:
     beyond_us: float = 0.0
     within_us: float = 0.0
     reason: str | None = None
+    tolerance: float | None = None
 
 
 @dataclass
@@ -74,9 +76,19 @@ def reconcile(
 ) -> pandas.DataFrame:
     """Time `fn` on the current CUDA device by torch's profiler, CUDA events and a CUDA graph.
 
-    All tools see a warm L2. For the columns see `compare`; the profiler is the reference:
-    `recorded`, as from `record_calls`, or a profile made here. A call that cannot be captured into
-    a graph has a row with the reason.
+    For the columns see `compare`; the profiler is the reference. Raises as `measure`.
+    """
+    found = measure(fn, samples=samples, warmup=warmup, recorded=recorded)
+    return compare(found, tolerance)
+
+
+def measure(
+    fn: Call, *, samples: int = 30, warmup: int = 3, recorded: Profile | None = None
+) -> tuple[Measurement, ...]:
+    """Times of `fn` by each tool of this process, the profiler's first.
+
+    All tools see a warm L2. The profile is `recorded`, as from `record_calls`, or made here. A call
+    that cannot be captured into a graph has no samples there, and the reason.
 
     Raises ValueError without a CUDA device or where `fn` runs nothing on it, ProfileError where the
     profiler lost events; an exception of `fn` is passed on.
@@ -97,7 +109,7 @@ def reconcile(
     work = work_of_calls((recorded or record_calls(fn, samples, warmup)[0]).attribution)
     replayed = time_interleaved({"fn": [fn]}, make_timer(device, graph), graph)["fn"]
     pair = max(PAIR_US, 1e3 * median(timed["empty"].samples_ms or [0.0]))
-    return compare(measurements(work, timed["fn"], replayed, pair), tolerance)
+    return measurements(work, timed["fn"], replayed, pair)
 
 
 def measurements(
@@ -155,8 +167,9 @@ def compare(found: Sequence[Measurement], tolerance: float = TOLERANCE) -> panda
         row: dict[str, Any] = {"tool": one.tool, "samples": len(one.samples_us)}
         if one.samples_us:
             difference = median(one.samples_us) - reference
-            least = -tolerance * reference - one.within_us
-            most = tolerance * reference + one.beyond_us
+            share = tolerance if one.tolerance is None else one.tolerance
+            least = -share * reference - one.within_us
+            most = share * reference + one.beyond_us
             low, high = _p20_p80(one.samples_us)
             row |= {"median_us": median(one.samples_us), "p20_us": low, "p80_us": high}
             row |= {"difference_us": difference, "difference": difference / reference}

@@ -1,0 +1,181 @@
+"""What `attnscope profile` does with a result: files, tables, budgets, an exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from attnscope.common.collector import collector_off
+from attnscope.common.console import progress, say
+from attnscope.profile.analysis.budgets import measure
+from attnscope.profile.analysis.diff import Side, difference, is_record, read_side, side_of
+from attnscope.profile.analysis.ranks import Rank
+from attnscope.profile.api import Profile
+from attnscope.profile.options import Showing
+from attnscope.profile.record.launcher import RankOf
+from attnscope.profile.render import diff as diffs
+from attnscope.profile.render.files import lint_facts, write_json
+from attnscope.profile.render.formats import write_all
+from attnscope.profile.render.markdown import as_markdown
+from attnscope.profile.render.ranks import as_json as as_json_ranks
+from attnscope.profile.render.ranks import merged
+from attnscope.profile.render.table import duration, percent
+from attnscope.profile.render.terminal import print_lint
+
+
+def check_trace(path: Path, how: Showing) -> int:
+    """Print the faults of a trace; return 0 if its tables can be trusted, else 1.
+
+    Raises ValueError for a file that is no trace.
+    """
+    lint = Profile.read(path).lint
+    if how.format == "json":
+        print(json.dumps(lint_facts(lint), indent=1))
+    else:
+        print_lint(lint, lost=True)
+    return int(not lint.trusted)
+
+
+def compare(paths: tuple[Path, Path], how: Showing) -> int:
+    """Print what changed between two traces or records; return 1 if one cannot be trusted.
+
+    Raises ValueError for a file that is neither.
+    """
+    a, b = (_side(path) for path in paths)
+    diff = difference(a, b)
+    if how.format == "json":
+        print(diffs.as_json(diff))
+    elif how.format == "markdown":
+        print(diffs.as_markdown(diff))
+    else:
+        diffs.print_diff(diff, how.top)
+    return int(bool(a.faults or b.faults))
+
+
+def _side(path: Path) -> Side:
+    if not path.exists():
+        raise ValueError(f"diff must name traces or records, got {path}, which does not exist")
+    return read_side(path) if is_record(path) else side_of(Profile.read(path), str(path))
+
+
+RANK_FOLDER = "rank"
+
+
+@collector_off()
+def show(found: Profile, how: Showing) -> int:
+    """Write the files, then print; return 1 if a budget is exceeded or a file cannot be written.
+
+    Files come first: a pipe that is closed early ends the printing.
+    """
+    wrote, failure = "", None
+    if how.output is not None and not found.empty:
+        try:
+            wrote = write_all(found, how.output)
+        except OSError as error:
+            failure = error
+    _print(found, how)
+    if failure is not None:
+        raise failure
+    if wrote:
+        say(wrote, stderr=how.format != "text")
+    return _over_budget(found, how)
+
+
+def show_rank(found: Profile, how: Showing, rank: RankOf) -> int:
+    """`show` for one rank of several: rank 0 prints its tables, the others one line each."""
+    where = f"rank {rank.number} of {rank.world_size} ({rank.launcher})"
+    if rank.number == 0:
+        say(where, "bold", stderr=how.format != "text")
+        code = show(found, how)
+        if how.output is not None:
+            line = f"all ranks in one report: attnscope profile --merge {how.output.parent}"
+            say(line, stderr=how.format != "text")
+        return code
+    state = found.incomplete or "complete"
+    say(f"{where}: {state}; GPU time {duration(found.attribution.total_ns / 1e3)}", stderr=True)
+    if how.output is not None and not found.empty:
+        say(f"{where}: {write_all(found, how.output)}", stderr=True)
+    return _over_budget(found, how)
+
+
+def merge_ranks(folder: Path, how: Showing) -> int:
+    """Print and write one report of the ranks in a folder; return 1 if one is not complete.
+
+    Raises ValueError for a folder without ranks, or with ranks of several runs.
+    """
+    paths = {
+        int(match[1]): path
+        for path in sorted(folder.glob(f"{RANK_FOLDER}*"))
+        if (match := re.fullmatch(rf"{RANK_FOLDER}(\d+)", path.name))
+    }
+    if not paths:
+        raise ValueError(
+            f"merge must be a folder with rank0/, rank1/ and so on, got {folder}. Record them with "
+            f"torchrun --no-python attnscope profile --output {folder} SCRIPT"
+        )
+    ranks = []
+    with progress(f"reading {folder}") as report:
+        for at, number in enumerate(sorted(paths)):
+            report(at / len(paths))
+            ranks.append(_rank(number, paths[number]))
+    document, content = merged(ranks, folder.resolve().name)
+    out = how.output or folder
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "ranks.json").write_text(as_json_ranks(content))
+    document.write_markdown(out / "ranks.md")
+    document.write_html(out / "ranks.html")
+    if how.format == "json":
+        print(as_json_ranks(content), end="")
+    elif how.format == "markdown":
+        print((out / "ranks.md").read_text(), end="")
+    else:
+        document.print()
+        say(f"wrote ranks.html, ranks.json, ranks.md in {out}")
+    return int(any(rank.state != "complete" for rank in ranks))
+
+
+def _rank(number: int, folder: Path) -> Rank:
+    """The record in a rank's folder, or else its trace."""
+    record, trace = folder / "profile.json", folder / "trace.json"
+    if record.exists():
+        try:
+            content = json.loads(record.read_text())
+            world = re.match(r"\d+ of (\d+)", content["run"].get("rank", ""))
+            return Rank(number, int(world[1]) if world else None, content)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{record} must be a record of attnscope profile, got {type(error).__name__}: "
+                f"{error}. Record the rank again"
+            ) from None
+    if not trace.exists():
+        raise ValueError(f"{folder} must have a profile.json or a trace.json, got neither")
+    text = io.StringIO()
+    write_json(Profile.read(trace), text)
+    return Rank(number, None, json.loads(text.getvalue()))
+
+
+def _print(found: Profile, how: Showing) -> None:
+    if how.format == "json":
+        write_json(found, sys.stdout)
+        return
+    if how.format == "markdown":
+        print(as_markdown(found))
+        return
+    options: dict[str, Any] = {"top": how.top, "sort": how.sort, "full_names": how.full_names}
+    found.print(**options)
+
+
+def _over_budget(found: Profile, how: Showing) -> int:
+    over = 0
+    for budget in how.budgets:
+        value = measure(budget, found)
+        shown = percent(value) if budget.share else duration(value)
+        exceeded = budget.exceeded(value)
+        over += exceeded
+        text = f"{'OVER BUDGET' if exceeded else 'within budget'}: not {budget.text}; got {shown}"
+        say(text, "bold red" if exceeded else "green", stderr=True)
+    return int(over > 0)
