@@ -98,7 +98,7 @@ class Consumer {
 
   __device__ __forceinline__ TileBlocks read_blocks() {
     mark(ConsumerTile::kPrepare);
-    const BlockRange& range = work().consumer[consumer];
+    const BlockRange& range = unit().range;
     return {ptx::uniform(range.begin), ptx::uniform(range.end), ptx::uniform(range.full_begin),
             ptx::uniform(range.full_end)};
   }
@@ -204,7 +204,7 @@ class Consumer {
   // False if the warp stored NaN or infinity that may come from keys which its row does not see.
   __device__ __forceinline__ bool store_tile() {
     mark(ConsumerTile::kEpilogue);
-    const bool finite = store_output<Config>(f, a, work(), consumer, s.o[threadIdx.x / 32 - 4]);
+    const bool finite = store_output<Config>(f, a, unit(), work().batch, s.o[threadIdx.x / 32 - 4]);
     return finite || !a.hides_keys;
   }
 
@@ -257,8 +257,7 @@ class Consumer {
     if (__builtin_expect(a.scores.transform, false)) transform_scores<false>(f.s, a.scores);
     if (__builtin_expect(boundary, false)) {
       const TileWork& w = work();
-      const int row = w.first_row + Config::unit_of(consumer) * 64 + threadIdx.x % 128 / 32 * 16 +
-                      threadIdx.x % 32 / 4;
+      const int row = unit().first_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
       mask_scores_by_bits(f.s, {w.shift, a.params.window_left, a.params.window_right},
                           grouping<Config>(a), row, block * kBlockN, w.seqlen_k);
     }
@@ -302,6 +301,7 @@ class Consumer {
   }
 
   __device__ __forceinline__ const TileWork& work() const { return s.tile[TileSlot(tiles).stage]; }
+  __device__ __forceinline__ const Unit& unit() const { return work().unit[consumer]; }
   __device__ __forceinline__ int q_stage() const { return Slot<Config::kQStages>(tiles).stage; }
   __device__ __forceinline__ int head() const { return Config::head_of(consumer); }
   __device__ __forceinline__ float scale_log2() const { return a.scores.scale_log2; }

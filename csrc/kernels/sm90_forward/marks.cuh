@@ -19,12 +19,11 @@ struct SchedulerTile {
     // The description.
     kHead = 8,
     kBatch,
-    kFirstRow,
+    kFirstUnit,
     kBegin,
     kEnd,
     kFullBegin,
     kFullEnd,
-    kEndRow,
   };
 };
 

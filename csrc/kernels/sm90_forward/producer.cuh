@@ -155,11 +155,7 @@ __device__ __forceinline__ void produce_queries(const ForwardArguments& a,
     const Slot<ForwardShared<Config>::kTiles> slot(tiles++);
     ptx::mbarrier_wait(shared_address(&s.tile_full[slot.stage]), slot.parity);
     const TileWork& w = s.tile[slot.stage];
-    const bool stop = w.stop;
-    const int row = w.q_row, head = w.head, batch = w.batch;
-    inject(Fault::kReleaseTile, tiles);
-    ptx::mbarrier_arrive(shared_address(&s.tile_empty[slot.stage]));
-    if (stop) break;
+    if (w.stop) break;
     timeline.tile(tiles - 1, QueriesTile::kAwaitSlot);
 #pragma unroll 1
     for (int consumer = 0; consumer < Config::kConsumers; ++consumer) {
@@ -167,17 +163,18 @@ __device__ __forceinline__ void produce_queries(const ForwardArguments& a,
       if (consumer == 0) timeline.tile(tiles - 1, QueriesTile::kIssue);
       inject(Fault::kQuery, tiles * Config::kConsumers + consumer);
       const uint32_t full = shared_address(&s.q_full[q_slot.stage][consumer]);
+      const Unit& unit = w.unit[consumer];
       ptx::mbarrier_arrive_expect_tx(full, Config::kQBytes);
 #pragma unroll
       for (int column = 0; column < Config::kColumns; column += 64) {
         ptx::tma_load_5d(
             shared_address(s.q[q_slot.stage][consumer]) + column / 64 * 64 * Config::kRowBytes,
-            &a.q.map, full, ptx::CachePolicy::kEvictFirst, column, 0,
-            row + grouping<Config>(a).query(64 * (Config::unit_of(consumer))),
-            ((head >> grouping<Config>(a).log2) + Config::head_of(consumer)) * a.q.head_step,
-            batch * a.q.batch_step);
+            &a.q.map, full, ptx::CachePolicy::kEvictFirst, column, 0, unit.q_row,
+            (unit.head >> grouping<Config>(a).log2) * a.q.head_step, w.batch * a.q.batch_step);
       }
     }
+    inject(Fault::kReleaseTile, tiles);
+    ptx::mbarrier_arrive(shared_address(&s.tile_empty[slot.stage]));
   }
   timeline.finish(tiles - 1, 0);
 }

@@ -6,6 +6,13 @@
 
 namespace attnscope::sm90 {
 
+// The units of the heads that come together in tiles, in a sequence of `queries`. Their order: the
+// first 64 rows of each head, the next 64 rows of each head, and so on.
+template <class Config>
+__device__ __forceinline__ int units_of(const ForwardArguments& a, int queries) {
+  return (grouping<Config>(a).rows(queries) + 63) / 64 * a.together.divisor;
+}
+
 // Tiles of a packed batch come sequence after sequence; within one, in the order of a dense call.
 // Counts the tiles of 32 sequences, after `first` tiles of the sequences before. The counts
 // saturate: cu_seqlens may hold anything.
@@ -16,7 +23,7 @@ __device__ __forceinline__ void count_tiles(const ForwardArguments& a, TileQueue
   if (s.batch + lane < a.params.batch) {
     const Segment q =
         segment(a.params.cu_seqlens_q, a.params.total_q, a.params.seqlen_q, s.batch + lane);
-    tiles = (grouping<Config>(a).rows(q.length) + Config::kBlockM - 1) / Config::kBlockM *
+    tiles = (units_of<Config>(a, q.length) + Config::kHeadConsumers - 1) / Config::kHeadConsumers *
             a.heads.divisor;
   }
 #pragma unroll
@@ -59,13 +66,13 @@ __device__ __forceinline__ bool find_tile(const ForwardArguments& a, TileQueue& 
     const int batch = tile.head / a.heads;  // 0 in a packed batch
     s.sequence = sequence + batch;
     s.m_block = tile.m_block;
-    w.head = (tile.head - batch * a.heads.divisor) * Config::kHeadsPerTile
+    w.head = (tile.head - batch * a.heads.divisor) * Config::kHeadsPerTile * a.together.divisor
              << grouping<Config>(a).log2;
   }
   return true;
 }
 
-// Fills in the rest of a tile: one lane for each consumer's blocks, one for the tile's blocks.
+// Fills in the rest of a tile: one lane for each consumer's unit, one for the tile's blocks.
 // Warp-converged.
 template <class Config>
 __device__ __forceinline__ void describe_tile(const ForwardArguments& a, const TileQueue& s,
@@ -77,40 +84,47 @@ __device__ __forceinline__ void describe_tile(const ForwardArguments& a, const T
   const Segment seg_q = segment(p.cu_seqlens_q, p.total_q, p.seqlen_q, s.sequence);
   const Segment seg_k = segment(p.cu_seqlens_k, p.total_k, p.seqlen_k, s.sequence);
   const Window window{seg_k.length - seg_q.length, p.window_left, p.window_right};
-  // Where tiles do not divide the rows, the first tiles have 64 rows less. Under a causal mask the
+  // Where tiles do not divide the units, the first tiles have one less. Under a causal mask the
   // last tiles see the most keys: those keep all consumers at work.
   constexpr int kUnits = Config::kHeadConsumers;
   const int rows = grouping<Config>(a).rows(seg_q.length);
-  const int units = (rows + 63) / 64;
+  const int units = units_of<Config>(a, seg_q.length);
   const int missing = (units + kUnits - 1) / kUnits * kUnits - units;
-  const auto first_row_of = [&](int m_block) {
-    return 64 * (m_block * kUnits - min(m_block, missing));
-  };
-  const int first_row = first_row_of(s.m_block);
-  const int last_row = min(first_row_of(s.m_block + 1), rows);
-  const int begin_row = first_row + (is_consumer ? 64 * (lane % kUnits) : 0);
-  const int end_row = min(begin_row + (is_consumer ? 64 : Config::kBlockM), last_row);
+  const auto first_unit_of = [&](int m_block) { return m_block * kUnits - min(m_block, missing); };
+  const int first_unit = first_unit_of(s.m_block);
+  const int end_unit = first_unit_of(s.m_block + 1);
+  const int unit = first_unit + (is_consumer ? lane % kUnits : 0);
+  const int last_unit = is_consumer ? unit : end_unit - 1;
+  const int place = unit / a.together;  // of its 64 rows in the sequence
+  const int begin_row = 64 * place;
+  const int end_row = min(64 * (last_unit / a.together) + 64, rows);
+  bool absent = unit >= end_unit;
+  if (is_consumer) {
+    const int head = w.head + unit - place * a.together.divisor +
+                     (Config::kHeadsPerTile > 1 ? lane / kUnits : 0);
+    if (Config::kHeadsPerTile > 1) absent = absent || head >= p.heads_q;
+    Unit& u = w.unit[lane];
+    u.head = head;
+    u.q_row = static_cast<int>(seg_q.row) + grouping<Config>(a).query(begin_row);
+    u.first_row = begin_row;
+    u.rows = absent ? 0 : end_row - begin_row;
+  }
   BlockRange range =
       block_range(window, grouping<Config>(a).query(begin_row),
                   grouping<Config>(a).query(end_row - 1) + 1, seg_k.length, Config::kBlockN);
   const int tile_begin = __shfl_sync(0xffffffffu, range.begin, kTileLane);
   if (is_consumer) {
-    const bool no_head = Config::kHeadsPerTile > 1 && w.head + lane / kUnits >= p.heads_q;
-    if (no_head || begin_row >= end_row || range.begin >= range.end)
-      range.begin = range.end = tile_begin;
-    w.consumer[lane] = range;
+    if (absent || range.begin >= range.end) range.begin = range.end = tile_begin;
+    w.unit[lane].range = range;
   }
   if (lane == kTileLane) {
     w.range = range;
     w.head_kv = w.head / a.heads_per_key;
     w.batch = seg_q.batch;
-    w.q_row = static_cast<int>(seg_q.row) + grouping<Config>(a).query(begin_row);
-    w.first_row = begin_row;
-    w.end_row = end_row;
     w.k_row = static_cast<int>(seg_k.row);
     w.seqlen_k = seg_k.length;
     w.shift = window.shift;
-    w.first_key = window.first_key(grouping<Config>(a).query(begin_row));
+    w.first_unit = first_unit;
   }
 }
 
@@ -119,13 +133,13 @@ template <class Config>
 __device__ __forceinline__ void store_empty(const ForwardArguments& a, const TileWork& w) {
   const ForwardParams& p = a.params;
   const int lane = ptx::lane();
-  const int rows = w.end_row - w.first_row;
 #pragma unroll 1
-  for (int i = 0; i < Config::kHeadsPerTile * rows; ++i) {
-    const int tile_head = Config::kHeadsPerTile == 1 ? 0 : i / rows, row = i - tile_head * rows;
-    const int64_t query = w.q_row + grouping<Config>(a).query(row),
-                  head = w.head + tile_head + grouping<Config>(a).head(row);
-    if (Config::kHeadsPerTile > 1 && head >= p.heads_q) break;
+  for (int i = 0; i < Config::kConsumers * 64; ++i) {
+    const Unit& unit = w.unit[i / 64];
+    const int row = i % 64;
+    if (row >= unit.rows) continue;
+    const int64_t query = unit.q_row + grouping<Config>(a).query(row),
+                  head = unit.head + grouping<Config>(a).head(row);
     auto* out = static_cast<typename Config::Element*>(p.out) +
                 int64_t{w.batch} * p.out_stride.batch + query * p.out_stride.row +
                 head * p.out_stride.head;
@@ -139,12 +153,11 @@ __device__ __forceinline__ void store_empty(const ForwardArguments& a, const Til
 __device__ __forceinline__ void note_tile(const Timeline& timeline, int tile, const TileWork& w) {
   timeline.note(tile, SchedulerTile::kHead, w.head);
   timeline.note(tile, SchedulerTile::kBatch, w.batch);
-  timeline.note(tile, SchedulerTile::kFirstRow, w.first_row);
+  timeline.note(tile, SchedulerTile::kFirstUnit, w.first_unit);
   timeline.note(tile, SchedulerTile::kBegin, w.range.begin);
   timeline.note(tile, SchedulerTile::kEnd, w.range.end);
   timeline.note(tile, SchedulerTile::kFullBegin, w.range.full_begin);
   timeline.note(tile, SchedulerTile::kFullEnd, w.range.full_end);
-  timeline.note(tile, SchedulerTile::kEndRow, w.end_row);
 }
 
 // Finds and describes the tile of the queue's index. False if there is none. Warp-converged.
