@@ -10,12 +10,12 @@ namespace attnscope::sm90 {
 // One box of K or V: [rows, kColumns], swizzled 128 bytes.
 template <class Config>
 __device__ __forceinline__ void load_box(uint32_t shared, const TensorMap& tensor, uint32_t barrier,
-                                         int rows, int row, int head, int batch) {
+                                         ptx::CachePolicy policy, int rows, int row, int head,
+                                         int batch) {
 #pragma unroll
   for (int column = 0; column < Config::kColumns; column += 64) {
-    ptx::tma_load_4d(shared + column / 64 * rows * Config::kRowBytes, &tensor.map, barrier,
-                     ptx::CachePolicy::kEvictLast, column, row, head * tensor.head_step,
-                     batch * tensor.batch_step);
+    ptx::tma_load_4d(shared + column / 64 * rows * Config::kRowBytes, &tensor.map, barrier, policy,
+                     column, row, head * tensor.head_step, batch * tensor.batch_step);
   }
 }
 
@@ -70,17 +70,45 @@ __device__ __forceinline__ void issue_late_copies(const ForwardArguments& a,
       const int head = i == 0 ? copy.head_kv : (copy.head + i) / a.heads_per_key;
       auto& buffer = copy.is_k ? s.k[copy.stage][i] : s.v[copy.stage][i];
       load_box<Config>(ptx::shared_address(buffer), copy.is_k ? a.k : a.v, copy.full,
-                       Config::kBlockN, copy.row, head, copy.batch);
+                       a.keys_policy, Config::kBlockN, copy.row, head, copy.batch);
     }
     volatile_store(s.late_copy.ready, 0);
   }
 }
 #endif
 
+// The Q of a consumer.
+template <class Config>
+__device__ __forceinline__ void load_queries(const ForwardArguments& a, ForwardShared<Config>& s,
+                                             const TileWork& w, int stage, int consumer) {
+  const Unit& unit = w.unit[consumer];
+  const uint32_t full = ptx::shared_address(&s.q_full[stage][consumer]);
+  ptx::mbarrier_arrive_expect_tx(full, Config::kQBytes);
+#pragma unroll
+  for (int column = 0; column < Config::kColumns; column += 64) {
+    ptx::tma_load_5d(
+        ptx::shared_address(s.q[stage][consumer]) + column / 64 * 64 * Config::kRowBytes, &a.q.map,
+        full, ptx::CachePolicy::kEvictFirst, column, 0, unit.q_row,
+        (unit.head >> grouping<Config>(a).log2) * a.q.head_step, w.batch * a.q.batch_step);
+  }
+}
+
+// A block of K or V, whose bytes `barrier` expects already.
+template <class Config, class Buffers>
+__device__ __forceinline__ void load_keys(const ForwardArguments& a, const TensorMap& tensor,
+                                          Buffers& buffers, uint32_t barrier, const TileWork& w,
+                                          int block) {
+#pragma unroll
+  for (int i = 0; i < Config::kHeadsPerTile; ++i) {  // past the last head: zeros
+    load_box<Config>(ptx::shared_address(buffers[i]), tensor, barrier, a.keys_policy,
+                     Config::kBlockN, w.k_row + block * Config::kBlockN, key_head<Config>(a, w, i),
+                     w.batch);
+  }
+}
+
 template <class Config>
 __device__ __forceinline__ void produce(const ForwardArguments& a, ForwardShared<Config>& s) {
   using ptx::shared_address;
-  constexpr int kBlockN = Config::kBlockN;
   constexpr int kStages = Config::kStages;
   int tiles = 0, blocks = 0;  // uses of the rings so far
   const Timeline timeline(Lane::kProducer, true);
@@ -105,18 +133,14 @@ __device__ __forceinline__ void produce(const ForwardArguments& a, ForwardShared
       timeline.step(count, is_k ? ProducerStep::kAwaitKSlot : ProducerStep::kAwaitVSlot);
       ptx::mbarrier_wait(shared_address(&empty), slot.parity ^ 1);
       timeline.step(count, is_k ? ProducerStep::kIssueK : ProducerStep::kIssueV);
+      if (is_k && w.loading && block == w.range.end - 1) return;
       inject(Fault::kCopy, 2 * count + is_k);
       const uint32_t barrier = shared_address(&full);
-      const int row = w.k_row + block * kBlockN;
       ptx::mbarrier_arrive_expect_tx(barrier, Config::kHeadsPerTile * Config::kTileBytes);
 #ifdef ATTNSCOPE_FAULTS
-      if (is_late<Config>(a, s, is_k, count, barrier, w, row)) return;
+      if (is_late<Config>(a, s, is_k, count, barrier, w, w.k_row + block * Config::kBlockN)) return;
 #endif
-#pragma unroll
-      for (int i = 0; i < Config::kHeadsPerTile; ++i) {  // past the last head: zeros
-        load_box<Config>(shared_address(buffers[slot.stage][i]), tensor, barrier, kBlockN, row,
-                         key_head<Config>(a, w, i), w.batch);
-      }
+      load_keys<Config>(a, tensor, buffers[slot.stage], barrier, w, block);
     };
 
     // K runs one block ahead of V, as in the consumers.
@@ -162,16 +186,7 @@ __device__ __forceinline__ void produce_queries(const ForwardArguments& a,
       ptx::mbarrier_wait(shared_address(&s.q_empty[q_slot.stage][consumer]), q_slot.parity ^ 1);
       if (consumer == 0) timeline.tile(tiles - 1, QueriesTile::kIssue);
       inject(Fault::kQuery, tiles * Config::kConsumers + consumer);
-      const uint32_t full = shared_address(&s.q_full[q_slot.stage][consumer]);
-      const Unit& unit = w.unit[consumer];
-      ptx::mbarrier_arrive_expect_tx(full, Config::kQBytes);
-#pragma unroll
-      for (int column = 0; column < Config::kColumns; column += 64) {
-        ptx::tma_load_5d(
-            shared_address(s.q[q_slot.stage][consumer]) + column / 64 * 64 * Config::kRowBytes,
-            &a.q.map, full, ptx::CachePolicy::kEvictFirst, column, 0, unit.q_row,
-            (unit.head >> grouping<Config>(a).log2) * a.q.head_step, w.batch * a.q.batch_step);
-      }
+      if (!w.loading) load_queries<Config>(a, s, w, q_slot.stage, consumer);
     }
     inject(Fault::kReleaseTile, tiles);
     ptx::mbarrier_arrive(shared_address(&s.tile_empty[slot.stage]));

@@ -36,15 +36,16 @@ __device__ __forceinline__ void count_tiles(const ForwardArguments& a, TileQueue
   __syncwarp();
 }
 
-// Finds tile number `index`, which never decreases. False past the last tile. Warp-converged.
-template <class Config>
+// Finds tile number `index`, which never decreases. False past the last tile. Without kMayBePacked:
+// for dense calls. Warp-converged.
+template <class Config, bool kMayBePacked>
 __device__ __forceinline__ bool find_tile(const ForwardArguments& a, TileQueue& s, TileWork& w) {
   const int lane = ptx::lane();
   int index = s.index;
   if (index >= a.tiles) return false;
   Tile tile;
   int sequence = 0;
-  if (a.packed) {
+  if (kMayBePacked && a.packed) {
     while (index >= s.through[32]) {
       const int first = s.through[32], batch = s.batch + 32;
       if (batch >= a.params.batch) return false;
@@ -74,15 +75,17 @@ __device__ __forceinline__ bool find_tile(const ForwardArguments& a, TileQueue& 
 
 // Fills in the rest of a tile: one lane for each consumer's unit, one for the tile's blocks.
 // Warp-converged.
-template <class Config>
+template <class Config, bool kMayBePacked>
 __device__ __forceinline__ void describe_tile(const ForwardArguments& a, const TileQueue& s,
                                               TileWork& w) {
   const ForwardParams& p = a.params;
   constexpr int kTileLane = Config::kConsumers;
   const int lane = ptx::lane();
   const bool is_consumer = lane < kTileLane;
-  const Segment seg_q = segment(p.cu_seqlens_q, p.total_q, p.seqlen_q, s.sequence);
-  const Segment seg_k = segment(p.cu_seqlens_k, p.total_k, p.seqlen_k, s.sequence);
+  const Segment seg_q = segment(kMayBePacked ? p.cu_seqlens_q : nullptr, p.total_q, p.seqlen_q,
+                                s.sequence);
+  const Segment seg_k = segment(kMayBePacked ? p.cu_seqlens_k : nullptr, p.total_k, p.seqlen_k,
+                                s.sequence);
   const Window window{seg_k.length - seg_q.length, p.window_left, p.window_right};
   // Where tiles do not divide the units, the first tiles have one less. Under a causal mask the
   // last tiles see the most keys: those keep all consumers at work.
@@ -125,6 +128,7 @@ __device__ __forceinline__ void describe_tile(const ForwardArguments& a, const T
     w.seqlen_k = seg_k.length;
     w.shift = window.shift;
     w.first_unit = first_unit;
+    w.loading = false;
   }
 }
 
@@ -161,30 +165,13 @@ __device__ __forceinline__ void note_tile(const Timeline& timeline, int tile, co
 }
 
 // Finds and describes the tile of the queue's index. False if there is none. Warp-converged.
-template <class Config>
+template <class Config, bool kMayBePacked>
 __device__ __forceinline__ bool fill_in(const ForwardArguments& a, TileQueue& queue, TileWork& w) {
-  if (!find_tile<Config>(a, queue, w)) return false;
+  if (!find_tile<Config, kMayBePacked>(a, queue, w)) return false;
   __syncwarp();
-  describe_tile<Config>(a, queue, w);
+  describe_tile<Config, kMayBePacked>(a, queue, w);
   __syncwarp();
   return true;
-}
-
-// Describes the first tile, whose number is the block's own. It needs no barrier, so it can run
-// beside their initialisation. Warp-converged.
-template <class Config>
-__device__ __forceinline__ void describe_first_tile(const ForwardArguments& a,
-                                                    ForwardShared<Config>& s) {
-  const bool elected = threadIdx.x % 32 == 0;
-  if (elected) {
-    s.queue.tiles = 0;
-    s.queue.index = blockIdx.x;
-    s.queue.batch = 0;
-  }
-  __syncwarp();
-  if (a.packed) count_tiles<Config>(a, s.queue, 0);
-  const bool stop = !fill_in<Config>(a, s.queue, s.tile[0]);
-  if (elected) s.tile[0].stop = stop;
 }
 
 // Hands out tiles until none is left. It takes a tile only when the producer nears the end of the
@@ -197,6 +184,7 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
   const bool elected = threadIdx.x % 32 == 0;
   // Where each block has one tile at most, there is nothing to count.
   const bool counts = a.tiles > gridDim.x;
+  if (a.packed) count_tiles<Config>(a, s.queue, 0);
   const auto take_index = [&] {
     s.queue.index = counts ? gridDim.x + ptx::atomic_add(&a.counter->taken, 1) : a.tiles;
   };
@@ -207,8 +195,8 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
     const TileSlot slot(tiles);
     TileWork& w = s.tile[slot.stage];
     timeline.tile(tiles, SchedulerTile::kAwaitRequest);
-    bool described = tiles == 0;
-    if (!described) {
+    bool described = tiles == 0 && !a.packed;  // see start_first_tile
+    if (tiles > 0) {
       if (!a.prefetch_tiles) ptx::mbarrier_wait(shared_address(&s.tile_wanted), tiles - 1 & 1);
       timeline.tile(tiles, SchedulerTile::kTake);
       if (elected) take_index();
@@ -221,7 +209,7 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
     timeline.tile(tiles, SchedulerTile::kHand);
     bool stop;
     while (true) {
-      stop = described ? w.stop : !fill_in<Config>(a, s.queue, w);
+      stop = described ? w.stop : !fill_in<Config, true>(a, s.queue, w);
       if (stop || w.range.begin < w.range.end) break;
       store_empty<Config>(a, w);
       __syncwarp();

@@ -16,6 +16,7 @@
 #include "kernels/sm90_forward/marks.cuh"
 #include "ptx/address.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
 
 namespace attnscope::sm90 {
 
@@ -68,6 +69,7 @@ struct Unit {
 // One tile of query rows, described once for all roles. Blocks are blocks of keys.
 struct alignas(16) TileWork {
   bool stop;    // no tile is left
+  bool loading;  // its Q and its first block of K are being loaded already
   int head;     // the first query head that the tile may have
   int head_kv;  // its key head
   int batch;    // index into the tensors; 0 when packed
@@ -135,6 +137,7 @@ struct ForwardArguments {
   Divisor heads_per_key;           // query heads of a key head
   int tiles;                       // dense: how many; packed: at most
   bool prefetch_tiles;             // take a tile as soon as a slot is free
+  ptx::CachePolicy keys_policy;    // of K and V
   bool packed;
   bool hides_keys;  // rows of a tile may see different keys
   TileCounter* counter;
