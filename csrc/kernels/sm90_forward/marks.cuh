@@ -24,6 +24,7 @@ struct SchedulerTile {
     kEnd,
     kFullBegin,
     kFullEnd,
+    kEndUnit,
   };
 };
 

@@ -128,6 +128,7 @@ __device__ __forceinline__ void describe_tile(const ForwardArguments& a, const T
     w.seqlen_k = seg_k.length;
     w.shift = window.shift;
     w.first_unit = first_unit;
+    w.end_unit = end_unit;
     w.loading = false;
   }
 }
@@ -162,6 +163,7 @@ __device__ __forceinline__ void note_tile(const Timeline& timeline, int tile, co
   timeline.note(tile, SchedulerTile::kEnd, w.range.end);
   timeline.note(tile, SchedulerTile::kFullBegin, w.range.full_begin);
   timeline.note(tile, SchedulerTile::kFullEnd, w.range.full_end);
+  timeline.note(tile, SchedulerTile::kEndUnit, w.end_unit);
 }
 
 // Finds and describes the tile of the queue's index. False if there is none. Warp-converged.

@@ -76,7 +76,8 @@ struct alignas(16) TileWork {
   int k_row;    // row of the tensors where the keys begin
   int seqlen_k;
   int shift;         // seqlen_k - seqlen_q
-  int first_unit;    // of the units of its heads in this sequence
+  int first_unit;    // among the units of its heads in this sequence
+  int end_unit;      // one past the last
   BlockRange range;  // the blocks that any row of the tile sees
   Unit unit[kMaxConsumers];
 };
