@@ -7,7 +7,6 @@ namespace attnscope::ptx {
 
 // L2 eviction policies: the encodings that createpolicy returns for a whole access.
 enum class CachePolicy : uint64_t {
-  kEvictNormal = 0x1000000000000000,
   kEvictFirst = 0x12F0000000000000,
   kEvictLast = 0x14F0000000000000,
 };

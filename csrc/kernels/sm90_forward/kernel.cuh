@@ -16,7 +16,6 @@
 #include "kernels/sm90_forward/producer.cuh"
 #include "kernels/sm90_forward/scheduler.cuh"
 #include "kernels/sm90_forward/shared.cuh"
-#include "ptx/sync.cuh"
 
 namespace attnscope::sm90 {
 
@@ -26,23 +25,17 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   extern __shared__ __align__(1024) char shared_memory[];
   auto& s = *reinterpret_cast<ForwardShared<Config>*>(shared_memory);
 
-  const int warp = ptx::thread() / 32;
-  if (warp == 1) {
-    start_first_tile<Config>(a, s);
-  } else {
-    if (warp == 0) {
-      init_barriers<Config>(s);
-      ptx::named_barrier_arrive(kLoadsMayStart, 64);
-    } else if (ptx::thread() == 64) {
-      ptx::prefetch_tensor_map(&a.q.map);
-      ptx::prefetch_tensor_map(&a.k.map);
-      ptx::prefetch_tensor_map(&a.v.map);
-      ptx::prefetch_tensor_map(&a.out.map);
-    }
-    __syncwarp();
-    Timeline::begin(threadIdx.x == 0);
-    ptx::named_barrier(kBarriersReady, Config::kThreads - 32);
+  if (threadIdx.x == 0) init_barriers<Config>(s);
+  if (threadIdx.x / 32 == 1) describe_first_tile<Config>(a, s);
+  if (threadIdx.x == 64) {
+    ptx::prefetch_tensor_map(&a.q.map);
+    ptx::prefetch_tensor_map(&a.k.map);
+    ptx::prefetch_tensor_map(&a.v.map);
+    ptx::prefetch_tensor_map(&a.out.map);
   }
+  Timeline::begin(threadIdx.x == 0);
+  __syncthreads();
+  if (threadIdx.x == 32) load_first_tile<Config>(a, s);
 
   if (threadIdx.x < 128) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();

@@ -46,7 +46,6 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
   if (tiles > kMostTiles && !p.packed()) return cudaErrorInvalidConfiguration;
   a.tiles = static_cast<int>(std::min<int64_t>(tiles, kMostTiles));
   a.prefetch_tiles = p.seqlen_k <= kPrefetchKeys;
-  a.keys_policy = ptx::CachePolicy::kEvictLast;
   a.packed = p.packed();
   a.hides_keys = a.packed || p.window_left >= 0 || p.window_right >= 0;
 

@@ -10,12 +10,12 @@ namespace attnscope::sm90 {
 // One box of K or V: [rows, kColumns], swizzled 128 bytes.
 template <class Config>
 __device__ __forceinline__ void load_box(uint32_t shared, const TensorMap& tensor, uint32_t barrier,
-                                         ptx::CachePolicy policy, int rows, int row, int head,
-                                         int batch) {
+                                         int rows, int row, int head, int batch) {
 #pragma unroll
   for (int column = 0; column < Config::kColumns; column += 64) {
-    ptx::tma_load_4d(shared + column / 64 * rows * Config::kRowBytes, &tensor.map, barrier, policy,
-                     column, row, head * tensor.head_step, batch * tensor.batch_step);
+    ptx::tma_load_4d(shared + column / 64 * rows * Config::kRowBytes, &tensor.map, barrier,
+                     ptx::CachePolicy::kEvictLast, column, row, head * tensor.head_step,
+                     batch * tensor.batch_step);
   }
 }
 
@@ -70,7 +70,7 @@ __device__ __forceinline__ void issue_late_copies(const ForwardArguments& a,
       const int head = i == 0 ? copy.head_kv : (copy.head + i) / a.heads_per_key;
       auto& buffer = copy.is_k ? s.k[copy.stage][i] : s.v[copy.stage][i];
       load_box<Config>(ptx::shared_address(buffer), copy.is_k ? a.k : a.v, copy.full,
-                       a.keys_policy, Config::kBlockN, copy.row, head, copy.batch);
+                       Config::kBlockN, copy.row, head, copy.batch);
     }
     volatile_store(s.late_copy.ready, 0);
   }
@@ -100,9 +100,8 @@ __device__ __forceinline__ void load_keys(const ForwardArguments& a, const Tenso
                                           int block) {
 #pragma unroll
   for (int i = 0; i < Config::kHeadsPerTile; ++i) {  // past the last head: zeros
-    load_box<Config>(ptx::shared_address(buffers[i]), tensor, barrier, a.keys_policy,
-                     Config::kBlockN, w.k_row + block * Config::kBlockN, key_head<Config>(a, w, i),
-                     w.batch);
+    load_box<Config>(ptx::shared_address(buffers[i]), tensor, barrier, Config::kBlockN,
+                     w.k_row + block * Config::kBlockN, key_head<Config>(a, w, i), w.batch);
   }
 }
 

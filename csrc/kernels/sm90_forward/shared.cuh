@@ -16,7 +16,6 @@
 #include "kernels/sm90_forward/marks.cuh"
 #include "ptx/address.cuh"
 #include "ptx/mbarrier.cuh"
-#include "ptx/tma.cuh"
 
 namespace attnscope::sm90 {
 
@@ -138,7 +137,6 @@ struct ForwardArguments {
   Divisor heads_per_key;           // query heads of a key head
   int tiles;                       // dense: how many; packed: at most
   bool prefetch_tiles;             // take a tile as soon as a slot is free
-  ptx::CachePolicy keys_policy;    // of K and V
   bool packed;
   bool hides_keys;  // rows of a tile may see different keys
   TileCounter* counter;
