@@ -46,11 +46,11 @@ class Consumer {
     while (await_tile()) {
       TileBlocks t = read_blocks();
       await_queries();
-      skip(ptx::uniform(work().range.end), t.end, ConsumerTile::kSkipFirst);
+      const bool skipped = skip_first(ptx::uniform(work().range.end), t.end);
       if (t.begin < t.end) {
         const ptx::WgmmaDescriptor q = queries();
         int block = t.end - 1;
-        first_block(t, q, block, p[0]);
+        first_block(t, q, block, p[0], skipped);
         while (true) {
           if (--block < t.begin) {
             last_output(p[0]);
@@ -67,8 +67,9 @@ class Consumer {
       } else {
         clear();
         release(s.q_empty[q_stage()][consumer]);
+        if (skipped) skip_value();
       }
-      skip(t.begin, ptx::uniform(work().range.begin), ConsumerTile::kSkipLast);
+      skip_last(t.begin, ptx::uniform(work().range.begin));
       if (__builtin_expect(!store_tile(), false)) return true;
       release_tile();
     }
@@ -108,35 +109,61 @@ class Consumer {
     wait(s.q_full[q_stage()][consumer], Slot<Config::kQStages>(tiles).parity);
   }
 
-  // Releases blocks `block` - 1 down to `last` unread: only other consumers' rows see them.
-  __device__ __forceinline__ void skip(int block, int last, ConsumerTile::Mark state) {
-    mark(state);
+  // Releases the first blocks of the tile unread, from `block` - 1 down to `own_end`: only other
+  // consumers' rows see them. True if there are any. Then V of the last of them is left behind: it
+  // arrives after K of the next block, which must not wait for it.
+  __device__ __forceinline__ bool skip_first(int block, int own_end) {
+    mark(ConsumerTile::kSkipFirst);
+    bool behind = false;
 #pragma unroll 1
-    for (; block > last; --block) {
-      const Ring slot(blocks++);
-      if constexpr (kGuardedRing) {
-        wait(s.k_full[slot.stage], slot.parity);
-        release(s.k_empty[slot.stage]);
-        wait(s.v_full[slot.stage], slot.parity);
-        release(s.v_empty[slot.stage]);
-      } else {  // the planted fault: waits only until its last release has counted
-        wait(s.k_empty[slot.stage], slot.parity ^ 1);
-        release(s.k_empty[slot.stage]);
-        wait(s.v_empty[slot.stage], slot.parity ^ 1);
-        release(s.v_empty[slot.stage]);
-      }
+    for (; block > own_end; --block) {
+      skip_key();
+      if (behind) skip_value();
+      ++blocks;
+      behind = true;
     }
+    return behind;
+  }
+
+  // Releases the last blocks of the tile unread, from `own_begin` - 1 down to `begin`.
+  __device__ __forceinline__ void skip_last(int own_begin, int begin) {
+    mark(ConsumerTile::kSkipLast);
+#pragma unroll 1
+    for (; own_begin > begin; --own_begin) {
+      skip_key();
+      ++blocks;
+      skip_value();
+    }
+  }
+
+  // Releases K of the next block, or V of the block before, unread.
+  __device__ __forceinline__ void skip_key() {
+    const Ring slot(blocks);
+    pass(s.k_full[slot.stage], s.k_empty[slot.stage], slot.parity);
+  }
+  __device__ __forceinline__ void skip_value() {
+    const Ring slot(blocks - 1);
+    pass(s.v_full[slot.stage], s.v_empty[slot.stage], slot.parity);
+  }
+  __device__ __forceinline__ void pass(uint64_t& full, uint64_t& empty, int parity) {
+    if constexpr (kGuardedRing) {
+      wait(full, parity);
+    } else {  // the planted fault: waits only until its last release has counted
+      wait(empty, parity ^ 1);
+    }
+    release(empty);
   }
 
   // S and P of the first block: there is no O to overlap with yet.
   __device__ __forceinline__ void first_block(TileBlocks& t, ptx::WgmmaDescriptor q, int block,
-                                              Probabilities<Config>& p) {
+                                              Probabilities<Config>& p, bool skipped) {
     const Ring slot(blocks);
     mark(ConsumerTile::kAwaitK);
     wait(s.k_full[slot.stage], slot.parity);
     mark(ConsumerTile::kIssueScores);
     issue_scores<Config>(f, q, k(slot));
     clear();
+    if (skipped) skip_value();
     mark(ConsumerTile::kAwaitScores);
     ptx::wgmma_wait<0>();
     ptx::pin_registers(f.s);
