@@ -132,8 +132,8 @@ constexpr int first_tile(int dim, int queries, int heads_q, bool causal, bool pa
 }
 
 // The query heads whose rows, 64 at a time, may come together in a tile: those of a key head. Then
-// only the last tile of a key head leaves consumers idle. Rows of grouped heads are together anyway,
-// and heads with keys of their own in a tile are not of one key head.
+// only the last tile of a key head leaves consumers idle. Rows of grouped heads are together
+// anyway, and heads with keys of their own in a tile are not of one key head.
 constexpr int heads_together(const ForwardTile& t, int grouping, int heads_q, int heads_kv) {
   return grouping == 0 && t.heads_per_tile == 1 && heads_kv > 0 ? heads_q / heads_kv : 1;
 }

@@ -185,7 +185,8 @@ class Consumer {
     issue_scores<Config>(f, q, k(k_slot));
     // Decided while S is computed. Where registers are short it would be spilled.
     int is_boundary = t.is_boundary(block);
-    if constexpr (Config::kScoresLive && Config::kHeadDim < 256) asm volatile("" : "+r"(is_boundary));
+    if constexpr (Config::kScoresLive && Config::kHeadDim < 256)
+      asm volatile("" : "+r"(is_boundary));
     const bool boundary = is_boundary != 0;
     mark(ConsumerStep::kAwaitV);
     wait(s.v_full[v_slot.stage], v_slot.parity);

@@ -23,8 +23,7 @@ __device__ __forceinline__ void init_barriers(ForwardShared<Config>& s) {
   ptx::mbarrier_init(shared_address(&s.tile_wanted), 1);
   for (int i = 0; i < ForwardShared<Config>::kTiles; ++i) {
     ptx::mbarrier_init(shared_address(&s.tile_full[i]), kEveryLaneArrives ? 32 : 1);
-    ptx::mbarrier_init(shared_address(&s.tile_empty[i]),
-                       (kEveryLaneArrives ? 32 : 1) * kWarps + 2);
+    ptx::mbarrier_init(shared_address(&s.tile_empty[i]), (kEveryLaneArrives ? 32 : 1) * kWarps + 2);
   }
   for (int i = 0; i < Config::kStages; ++i) {
     ptx::mbarrier_init(shared_address(&s.k_full[i]), 1);

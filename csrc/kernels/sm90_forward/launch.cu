@@ -21,8 +21,7 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
   a.params = p;
   a.scores = score_scales(p);
   a.grouping = grouping;
-  const int heads_kv = p.q_stride.head != 0 ? p.heads_kv : p.heads_q;
-  const int together = heads_together(Config::kTile, grouping.log2, p.heads_q, heads_kv);
+  const int together = heads_together(Config::kTile, grouping.log2, p.heads_q, p.heads_kv);
   const int heads = ceil_div((p.heads_q >> grouping.log2) / together, Config::kHeadsPerTile);
   a.together = Divisor::of(together);
   a.heads = Divisor::of(heads);
@@ -40,7 +39,8 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
     a.order.last = std::min(a.order.heads, ceil_div(device.sms, std::max(m_blocks, 1)));
   }
   a.section = Divisor::of(a.order.section);
-  a.section_tiles = Divisor::of(std::max(a.order.section * m_blocks, 1));
+  a.section_tiles = Divisor::of(static_cast<int>(
+      std::clamp<int64_t>(int64_t{a.order.section} * m_blocks, 1, kMostTiles)));  // dense: no more
   const int64_t tiles = a.order.tiles();
   // The sequences of a packed batch have at most `tiles` tiles, and usually far fewer.
   if (tiles > kMostTiles && !p.packed()) return cudaErrorInvalidConfiguration;
@@ -72,17 +72,19 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
       error != cudaSuccess) {
     return error;
   }
-  if (cudaError_t error = tile_counter(device.device, stream, &a.counter); error != cudaSuccess) {
-    return error;
-  }
   int64_t most_tiles = a.tiles;
   if (p.packed()) {  // with ascending cu_seqlens there are no more
     const int64_t most_units = (p.total_q << grouping.log2) / 64 + p.batch;
-    most_tiles = std::min(
-        most_tiles, (most_units * together / Config::kHeadConsumers + p.batch) * heads);
+    most_tiles =
+        std::min(most_tiles, (most_units * together / Config::kHeadConsumers + p.batch) * heads);
   }
   const int64_t blocks =
       std::clamp<int64_t>(most_tiles, 1, int64_t{Config::kBlocksPerSm} * device.sms);
+  if (a.tiles > blocks) {  // otherwise each block has one tile at most
+    if (cudaError_t error = tile_counter(device.device, stream, &a.counter); error != cudaSuccess) {
+      return error;
+    }
+  }
   kernel<<<static_cast<unsigned>(blocks), Config::kThreads, kSharedBytes, stream>>>(a);
   return cudaGetLastError();
 }

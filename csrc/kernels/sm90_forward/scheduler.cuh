@@ -82,10 +82,10 @@ __device__ __forceinline__ void describe_tile(const ForwardArguments& a, const T
   constexpr int kTileLane = Config::kConsumers;
   const int lane = ptx::lane();
   const bool is_consumer = lane < kTileLane;
-  const Segment seg_q = segment(kMayBePacked ? p.cu_seqlens_q : nullptr, p.total_q, p.seqlen_q,
-                                s.sequence);
-  const Segment seg_k = segment(kMayBePacked ? p.cu_seqlens_k : nullptr, p.total_k, p.seqlen_k,
-                                s.sequence);
+  const Segment seg_q =
+      segment(kMayBePacked ? p.cu_seqlens_q : nullptr, p.total_q, p.seqlen_q, s.sequence);
+  const Segment seg_k =
+      segment(kMayBePacked ? p.cu_seqlens_k : nullptr, p.total_k, p.seqlen_k, s.sequence);
   const Window window{seg_k.length - seg_q.length, p.window_left, p.window_right};
   // Where tiles do not divide the units, the first tiles have one less. Under a causal mask the
   // last tiles see the most keys: those keep all consumers at work.
@@ -184,8 +184,7 @@ template <class Config>
 __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShared<Config>& s) {
   using ptx::shared_address;
   const bool elected = threadIdx.x % 32 == 0;
-  // Where each block has one tile at most, there is nothing to count.
-  const bool counts = a.tiles > gridDim.x;
+  const bool counts = a.counter != nullptr;  // otherwise each block has one tile at most
   if (a.packed) count_tiles<Config>(a, s.queue, 0);
   const auto take_index = [&] {
     s.queue.index = counts ? gridDim.x + ptx::atomic_add(&a.counter->taken, 1) : a.tiles;

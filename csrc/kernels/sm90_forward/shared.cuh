@@ -67,12 +67,12 @@ struct Unit {
 
 // One tile of query rows, described once for all roles. Blocks are blocks of keys.
 struct alignas(16) TileWork {
-  bool stop;    // no tile is left
+  bool stop;     // no tile is left
   bool loading;  // its Q and its first block of K are being loaded already
-  int head;     // the first query head that the tile may have
-  int head_kv;  // its key head
-  int batch;    // index into the tensors; 0 when packed
-  int k_row;    // row of the tensors where the keys begin
+  int head;      // the first query head that the tile may have
+  int head_kv;   // its key head
+  int batch;     // index into the tensors; 0 when packed
+  int k_row;     // row of the tensors where the keys begin
   int seqlen_k;
   int shift;         // seqlen_k - seqlen_q
   int first_unit;    // among the units of its heads in this sequence
@@ -138,8 +138,8 @@ struct ForwardArguments {
   int tiles;                       // dense: how many; packed: at most
   bool prefetch_tiles;             // take a tile as soon as a slot is free
   bool packed;
-  bool hides_keys;  // rows of a tile may see different keys
-  TileCounter* counter;
+  bool hides_keys;       // rows of a tile may see different keys
+  TileCounter* counter;  // null if each block has one tile at most
 };
 
 template <class Config>
