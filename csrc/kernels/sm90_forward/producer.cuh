@@ -130,9 +130,12 @@ __device__ __forceinline__ void produce(const ForwardArguments& a, ForwardShared
       const Slot<kStages> slot(count);
       const bool is_k = &tensor == &a.k;
       timeline.step(count, is_k ? ProducerStep::kAwaitKSlot : ProducerStep::kAwaitVSlot);
-      ptx::mbarrier_wait(shared_address(&empty), slot.parity ^ 1);
+      // What another thread loads may have been released already: a wait for the buffer before that
+      // would be for a phase later.
+      const bool loading = is_k && w.loading && block == w.range.end - 1;
+      if (!loading) ptx::mbarrier_wait(shared_address(&empty), slot.parity ^ 1);
       timeline.step(count, is_k ? ProducerStep::kIssueK : ProducerStep::kIssueV);
-      if (is_k && w.loading && block == w.range.end - 1) return;
+      if (loading) return;
       inject(Fault::kCopy, 2 * count + is_k);
       const uint32_t barrier = shared_address(&full);
       ptx::mbarrier_arrive_expect_tx(barrier, Config::kHeadsPerTile * Config::kTileBytes);
@@ -181,12 +184,13 @@ __device__ __forceinline__ void produce_queries(const ForwardArguments& a,
     if (w.stop) break;
     timeline.tile(tiles - 1, QueriesTile::kAwaitSlot);
 #pragma unroll 1
-    for (int consumer = 0; consumer < Config::kConsumers; ++consumer) {
+    for (int consumer = 0; consumer < Config::kConsumers && !w.loading; ++consumer) {
       ptx::mbarrier_wait(shared_address(&s.q_empty[q_slot.stage][consumer]), q_slot.parity ^ 1);
       if (consumer == 0) timeline.tile(tiles - 1, QueriesTile::kIssue);
       inject(Fault::kQuery, tiles * Config::kConsumers + consumer);
-      if (!w.loading) load_queries<Config>(a, s, w, q_slot.stage, consumer);
+      load_queries<Config>(a, s, w, q_slot.stage, consumer);
     }
+    if (w.loading) timeline.tile(tiles - 1, QueriesTile::kIssue);
     inject(Fault::kReleaseTile, tiles);
     ptx::mbarrier_arrive(shared_address(&s.tile_empty[slot.stage]));
   }
