@@ -91,8 +91,9 @@ def test_every_tile_with_keys_is_recorded_once_with_its_key_blocks(recorded):
     together, rows = made.heads_together, work.seqlen_q * group
 
     def blocks_of(first: int, end: int) -> int:
-        last_row = min(64 * ((end - 1) // together) + 64, rows)
-        return visible_blocks(work, 64 * (first // together) // group, -(-last_row // group), block_n)
+        first_row = 64 * (first // together)
+        end_row = min(64 * ((end - 1) // together) + 64, rows)
+        return visible_blocks(work, first_row // group, -(-end_row // group), block_n)
 
     seen = []
     for at in range(len(made.blocks)):

@@ -73,6 +73,7 @@ constexpr ForwardTile kForwardTiles[] = {
 inline constexpr int kForwardTileCount = sizeof(kForwardTiles) / sizeof(kForwardTiles[0]);
 inline constexpr int kMaxConsumers = 4;
 inline constexpr int kPrefetchKeys = 256;   // calls with at most this many keys prefetch tiles
+inline constexpr int kShortSection = 32;    // heads whose long tiles come first in such calls
 inline constexpr int kGroupedQueries = 64;  // calls with at most this many queries may group heads
 
 // The base-2 logarithm of the query heads side by side in a tile. Heads that share a key head are

@@ -46,11 +46,11 @@ class Consumer {
     while (await_tile()) {
       TileBlocks t = read_blocks();
       await_queries();
-      const bool skipped = skip_first(ptx::uniform(work().range.end), t.end);
+      skip(ptx::uniform(work().range.end), t.end, ConsumerTile::kSkipFirst);
       if (t.begin < t.end) {
         const ptx::WgmmaDescriptor q = queries();
         int block = t.end - 1;
-        first_block(t, q, block, p[0], skipped);
+        first_block(t, q, block, p[0]);
         while (true) {
           if (--block < t.begin) {
             last_output(p[0]);
@@ -67,9 +67,8 @@ class Consumer {
       } else {
         clear();
         release(s.q_empty[q_stage()][consumer]);
-        if (skipped) skip_value();
       }
-      skip_last(t.begin, ptx::uniform(work().range.begin));
+      skip(t.begin, ptx::uniform(work().range.begin), ConsumerTile::kSkipLast);
       if (__builtin_expect(!store_tile(), false)) return true;
       release_tile();
     }
@@ -109,42 +108,17 @@ class Consumer {
     wait(s.q_full[q_stage()][consumer], Slot<Config::kQStages>(tiles).parity);
   }
 
-  // Releases the first blocks of the tile unread, from `block` - 1 down to `own_end`: only other
-  // consumers' rows see them. True if there are any. Then V of the last of them is left behind: it
-  // arrives after K of the next block, which must not wait for it.
-  __device__ __forceinline__ bool skip_first(int block, int own_end) {
-    mark(ConsumerTile::kSkipFirst);
-    bool behind = false;
+  // Releases blocks `block` - 1 down to `last` unread: only other consumers' rows see them.
+  __device__ __forceinline__ void skip(int block, int last, ConsumerTile::Mark state) {
+    mark(state);
 #pragma unroll 1
-    for (; block > own_end; --block) {
-      skip_key();
-      if (behind) skip_value();
-      ++blocks;
-      behind = true;
-    }
-    return behind;
-  }
-
-  // Releases the last blocks of the tile unread, from `own_begin` - 1 down to `begin`.
-  __device__ __forceinline__ void skip_last(int own_begin, int begin) {
-    mark(ConsumerTile::kSkipLast);
-#pragma unroll 1
-    for (; own_begin > begin; --own_begin) {
-      skip_key();
-      ++blocks;
-      skip_value();
+    for (; block > last; --block) {
+      const Ring slot(blocks++);
+      pass(s.k_full[slot.stage], s.k_empty[slot.stage], slot.parity);
+      pass(s.v_full[slot.stage], s.v_empty[slot.stage], slot.parity);
     }
   }
 
-  // Releases K of the next block, or V of the block before, unread.
-  __device__ __forceinline__ void skip_key() {
-    const Ring slot(blocks);
-    pass(s.k_full[slot.stage], s.k_empty[slot.stage], slot.parity);
-  }
-  __device__ __forceinline__ void skip_value() {
-    const Ring slot(blocks - 1);
-    pass(s.v_full[slot.stage], s.v_empty[slot.stage], slot.parity);
-  }
   __device__ __forceinline__ void pass(uint64_t& full, uint64_t& empty, int parity) {
     if constexpr (kGuardedRing) {
       wait(full, parity);
@@ -156,14 +130,13 @@ class Consumer {
 
   // S and P of the first block: there is no O to overlap with yet.
   __device__ __forceinline__ void first_block(TileBlocks& t, ptx::WgmmaDescriptor q, int block,
-                                              Probabilities<Config>& p, bool skipped) {
+                                              Probabilities<Config>& p) {
     const Ring slot(blocks);
     mark(ConsumerTile::kAwaitK);
     wait(s.k_full[slot.stage], slot.parity);
     mark(ConsumerTile::kIssueScores);
     issue_scores<Config>(f, q, k(slot));
     clear();
-    if (skipped) skip_value();
     mark(ConsumerTile::kAwaitScores);
     ptx::wgmma_wait<0>();
     ptx::pin_registers(f.s);

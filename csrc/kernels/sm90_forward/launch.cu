@@ -38,6 +38,8 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
     // Some tiles have 64 rows less. They come last and balance the end of the launch.
     a.order.last = std::min(a.order.heads, ceil_div(device.sms, std::max(m_blocks, 1)));
   }
+  a.prefetch_tiles = p.seqlen_k <= kPrefetchKeys;
+  if (a.prefetch_tiles) a.order.section = std::min(a.order.section, kShortSection);
   a.section = Divisor::of(a.order.section);
   a.section_tiles = Divisor::of(static_cast<int>(
       std::clamp<int64_t>(int64_t{a.order.section} * m_blocks, 1, kMostTiles)));  // dense: no more
@@ -45,7 +47,6 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
   // The sequences of a packed batch have at most `tiles` tiles, and usually far fewer.
   if (tiles > kMostTiles && !p.packed()) return cudaErrorInvalidConfiguration;
   a.tiles = static_cast<int>(std::min<int64_t>(tiles, kMostTiles));
-  a.prefetch_tiles = p.seqlen_k <= kPrefetchKeys;
   a.packed = p.packed();
   a.hides_keys = a.packed || p.window_left >= 0 || p.window_right >= 0;
 
