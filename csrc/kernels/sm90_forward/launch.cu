@@ -39,6 +39,7 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
     a.order.last = std::min(a.order.heads, ceil_div(device.sms, std::max(m_blocks, 1)));
   }
   a.prefetch_tiles = p.seqlen_k <= kPrefetchKeys;
+  // The first tiles of a section read its K and V from memory, the others from L2.
   if (a.prefetch_tiles) a.order.section = std::min(a.order.section, kShortSection);
   a.section = Divisor::of(a.order.section);
   a.section_tiles = Divisor::of(static_cast<int>(

@@ -196,7 +196,7 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
     const TileSlot slot(tiles);
     TileWork& w = s.tile[slot.stage];
     timeline.tile(tiles, SchedulerTile::kAwaitRequest);
-    bool described = tiles == 0 && !a.packed;  // see start_first_tile
+    bool described = tiles == 0 && !a.packed;  // see describe_first_tile
     if (tiles > 0) {
       if (!a.prefetch_tiles) ptx::mbarrier_wait(shared_address(&s.tile_wanted), tiles - 1 & 1);
       timeline.tile(tiles, SchedulerTile::kTake);
@@ -225,7 +225,7 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
     }
     if (elected) w.stop = stop;
     inject(Fault::kTile, s.queue.tiles);
-    if constexpr (!kEveryLaneArrives) __syncwarp();
+    __syncwarp();  // every lane wrote a part
     if (kEveryLaneArrives || elected) {
       ptx::mbarrier_arrive(shared_address(&s.tile_full[TileSlot(s.queue.tiles).stage]));
     }
