@@ -43,7 +43,7 @@ __device__ __forceinline__ Tile tile_at(const TileOrder& order, int index, Numbe
   const int first = at_end ? before : index / section_tiles * order.section;
   const int width = at_end ? order.last : min(order.section, order.heads - first);
   const int rest = index - first * order.m_blocks;
-  const int above = width == order.section ? rest / section : rest / width;
+  const int above = width == 1 ? rest : width == order.section ? rest / section : rest / width;
   return {order.m_blocks - 1 - above, first + rest - above * width};
 }
 

@@ -181,7 +181,8 @@ std::string choose_sm90(const ForwardParams& p, bool packed, const Device& devic
   const sm90::ForwardTile& t = sm90::kForwardTiles[choice.row];
   const int first =
       sm90::first_tile(sm90::tile_head_dim(head_dim), p.seqlen_q, p.heads_q, causal, packed);
-  const long long tiles = sm90::tile_count(t, choice.grouping, p.seqlen_q, p.heads_q, p.batch);
+  const long long tiles =
+      sm90::tile_count(t, choice.grouping, p.seqlen_q, p.heads_q, p.heads_kv, p.batch);
   const int64_t resident = t.blocks_per_sm * device.sms;
   JsonObject json;
   json.add("kernel", "sm90_forward")

@@ -62,9 +62,12 @@ static_assert(choose_grouping(64, 32, 8, 64, 132) == 2 && choose_grouping(65, 32
 static_assert(choose_grouping(1, 32, 8, 4, 132) == 0, "every head has a multiprocessor");
 static_assert(choose_grouping(1, 12, 1, 64, 132) == 2 && choose_grouping(1, 7, 1, 64, 132) == 0);
 static_assert(choose_grouping(1, 64, 1, 64, 132) == 4 && choose_grouping(1, 0, 0, 64, 132) == 0);
-static_assert(tile_count(kForwardTiles[0], 0, 100, 9, 100) == 500, "five pairs of heads each");
-static_assert(tile_count(forward_tile(128, 128), 2, 33, 32, 64) == 64 * 8 * 2, "132 rows a group");
-static_assert(tile_count(forward_tile(128, 192), 0, 0, 8, 8) == 0, "no queries");
+static_assert(tile_count(kForwardTiles[0], 0, 100, 9, 9, 100) == 500, "five pairs of heads each");
+static_assert(tile_count(forward_tile(128, 128), 2, 33, 32, 8, 64) == 1024, "132 rows a group");
+static_assert(tile_count(forward_tile(128, 192), 0, 0, 8, 8, 8) == 0, "no queries");
+static_assert(tile_count(forward_tile(128, 192), 0, 512, 32, 8, 2) == 2 * 8 * 11, "32 units");
+static_assert(tile_count(forward_tile(128, 192), 0, 512, 8, 8, 2) == 2 * 8 * 3, "8 units a head");
+static_assert(tile_count(forward_tile(128, 192), 0, 1, 0, 0, 2) == 0, "no heads");
 static_assert(first_tile(32, 1, 8, false, false) < 0, "no head dim of the table");
 static_assert(tile(64, 0, true, 0).block_m == 64, "an empty call has a tile");
 static_assert(tile(128, 0, true, 0).head_dim == 128);

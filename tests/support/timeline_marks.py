@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from attnscope.timeline import layout
-from attnscope.timeline.layout import CONSUMER, PRODUCER, QUERIES, SCHEDULER, WORDS
+from attnscope.timeline.layout import CONSUMER, PRODUCER, QUERIES, ROWS, SCHEDULER, WORDS
 from attnscope.timeline.recording import Recording, rows_of_block
 
 TILE = {
@@ -128,7 +128,8 @@ def schedule(b: Buffer, blocks: list[int], tile_size: dict[str, int]) -> None:
     for tile, count in enumerate(blocks):
         last = UNSEEING + tile_size["block_n"] * count  # one past the tile's last row
         row = b.row(SCHEDULER, "tile", tile)
-        notes = tile, 0, last - tile_size["block_m"], 0, count, 0, 99, last
+        first_unit, end_unit = (last - tile_size["block_m"]) // ROWS, last // ROWS
+        notes = tile, 0, first_unit, 0, count, 0, 99, end_unit
         b.rows[row, layout.NOTES : layout.NOTES + len(notes)] = notes
     b.finish(SCHEDULER, len(blocks), 0)
 

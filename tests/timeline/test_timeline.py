@@ -114,18 +114,26 @@ def test_blocks_that_only_others_see_have_no_marks_of_their_own():
 
 def test_own_blocks_are_those_that_a_row_of_the_consumer_sees():
     made = marks.recording([[3]], consumers=4, block_n=64)
-    row = 8448 - 100  # two consumers with rows
-    made.tiles[0, SCHEDULER, 0, [layout.NOTES + 2, layout.NOTES + 7]] = row, 8448
-    assert made.own_blocks(0).tolist() == [[(row + 64 - 256 + 63) // 64, 8192 // 64, 0, 0]]
+    units = [layout.NOTES + 2, layout.NOTES + 7]
+    made.tiles[0, SCHEDULER, 0, units] = 130, 132  # two consumers with rows
+    assert made.own_blocks(0).tolist() == [[127, 128, 0, 0]]
     made.facts["workload"] = made.facts["workload"] | {"causal": False}
     assert made.own_blocks(0).tolist() == [[128, 128, 0, 0]]
+
+
+def test_units_of_the_heads_of_a_key_head_share_tiles():
+    made = marks.recording([[3]], consumers=4, block_n=64)
+    made.facts["workload"] = made.facts["workload"] | {"heads_kv": 2}
+    units = [layout.NOTES + 2, layout.NOTES + 7]
+    made.tiles[0, SCHEDULER, 0, units] = 261, 264  # the last of row 8320, both of row 8384
+    assert made.own_blocks(0).tolist() == [[127, 128, 128, 0]]
 
 
 def test_own_blocks_of_rows_that_are_heads_of_a_query():
     made = marks.recording([[3]], consumers=2, block_n=64)
     made.facts["tile"] = made.facts["tile"] | {"heads": 4}
-    made.tiles[0, SCHEDULER, 0, [layout.NOTES + 2, layout.NOTES + 7]] = 4 * 8336, 4 * 8336 + 65
-    seen = 8336 + 16 - 256, 8336 + 17 - 256  # by the last query of each consumer
+    made.tiles[0, SCHEDULER, 0, [layout.NOTES + 2, layout.NOTES + 7]] = 4 * 8336 // 64, 523
+    seen = 8336 + 16 - 256, 8336 + 32 - 256  # by the last query of each consumer
     assert made.own_blocks(0).tolist() == [[-(-keys // 64) for keys in seen]]
 
 
@@ -167,7 +175,7 @@ def test_the_scheduler_notes_what_tiles_are():
         *(f"tile.{name}" for name in ("AwaitRequest", "Take", "AwaitSlot", "Hand")),
         *(f"tile.{name}" for name in ("AwaitRequest", "Take", "AwaitSlot", "Hand")),
     ]
-    assert made.notes(0).tolist() == [[0, 0, 384, 0, 2, 0, 99, 512], [1, 0, 256, 0, 1, 0, 99, 384]]
+    assert made.notes(0).tolist() == [[0, 0, 6, 0, 2, 0, 99, 8], [1, 0, 4, 0, 1, 0, 99, 6]]
     assert made.key_blocks(0).tolist() == [2, 1]
 
 

@@ -61,14 +61,14 @@ def recorded(request) -> tuple[Workload, Recording]:
     return work, session.record(work, torch.device("cuda"))
 
 
-def rows_of_tiles(seqlen: int, block_m: int) -> list[tuple[int, int]]:
-    """First row of each tile, and one past its last row. If full tiles exceed the sequence by n
-    times 64 rows, the first n tiles have 64 rows less."""
-    consumers, units = block_m // 64, -(-seqlen // 64)
+def units_of_tiles(rows: int, heads: int, consumers: int) -> list[tuple[int, int]]:
+    """First unit of each tile of heads with `rows` rows each, and one past its last. Where full
+    tiles have n units too many, the first n tiles have one less."""
+    units = -(-rows // 64) * heads
     tiles = -(-units // consumers)
     less = tiles * consumers - units
-    begins = [64 * (tile * consumers - min(tile, less)) for tile in range(tiles)]
-    return list(zip(begins, [*begins[1:], seqlen], strict=True))
+    begins = [tile * consumers - min(tile, less) for tile in range(tiles)]
+    return list(zip(begins, [*begins[1:], units], strict=True))
 
 
 def visible_blocks(work: Workload, first_row: int, end_row: int, block_n: int) -> int:
@@ -94,19 +94,26 @@ def test_every_tile_with_keys_is_recorded_once_with_its_key_blocks(recorded):
     work, made = recorded
     names = ("block_m", "block_n", "heads", "heads_per_tile")
     block_m, block_n, group, heads_per_tile = (made.facts["tile"][name] for name in names)
+    together, rows = made.heads_together, work.seqlen_q * group
+
+    def blocks_of(first: int, end: int) -> int:
+        first_row = 64 * (first // together)
+        end_row = min(64 * ((end - 1) // together) + 64, rows)
+        return visible_blocks(work, first_row // group, -(-end_row // group), block_n)
+
     seen = []
     for at in range(len(made.blocks)):
-        for (head, batch, row, *_, end_row), blocks in zip(
+        for (head, batch, first, *_, end), blocks in zip(
             made.notes(at).tolist(), made.key_blocks(at), strict=True
         ):
-            seen.append((batch, head, row, end_row))
-            assert blocks == visible_blocks(work, row // group, -(-end_row // group), block_n)
+            seen.append((batch, head, first, end))
+            assert blocks == blocks_of(first, end)
     wanted = [
         (b, h, first, end)
         for b in range(work.batch)
-        for h in range(0, work.heads_q, group * heads_per_tile)
-        for first, end in rows_of_tiles(work.seqlen_q * group, block_m)
-        if visible_blocks(work, first // group, -(-end // group), block_n)
+        for h in range(0, work.heads_q, group * heads_per_tile * together)
+        for first, end in units_of_tiles(rows, together, block_m // 64)
+        if blocks_of(first, end)
     ]
     assert sorted(seen) == wanted
     assert made.lost_tiles == 0

@@ -73,6 +73,7 @@ constexpr ForwardTile kForwardTiles[] = {
 inline constexpr int kForwardTileCount = sizeof(kForwardTiles) / sizeof(kForwardTiles[0]);
 inline constexpr int kMaxConsumers = 4;
 inline constexpr int kPrefetchKeys = 256;   // calls with at most this many keys prefetch tiles
+inline constexpr int kShortSection = 32;    // heads whose long tiles come first in such calls
 inline constexpr int kGroupedQueries = 64;  // calls with at most this many queries may group heads
 
 // The base-2 logarithm of the query heads side by side in a tile. Heads that share a key head are
@@ -131,12 +132,22 @@ constexpr int first_tile(int dim, int queries, int heads_q, bool causal, bool pa
   return -1;
 }
 
+// The query heads whose rows, 64 at a time, may come together in a tile: those of a key head. Then
+// only the last tile of a key head leaves consumers idle. Rows of grouped heads are together
+// anyway, and heads with keys of their own in a tile are not of one key head.
+constexpr int heads_together(const ForwardTile& t, int grouping, int heads_q, int heads_kv) {
+  return grouping == 0 && t.heads_per_tile == 1 && heads_kv > 0 ? heads_q / heads_kv : 1;
+}
+
 // The tiles of a dense call. A packed batch has at most as many.
 constexpr long long tile_count(const ForwardTile& t, int grouping, int queries, int heads_q,
-                               long long batch) {
+                               int heads_kv, long long batch) {
+  const int together = heads_together(t, grouping, heads_q, heads_kv);
   const long long rows = static_cast<long long>(queries) << grouping;
-  const int heads = ((heads_q >> grouping) + t.heads_per_tile - 1) / t.heads_per_tile;
-  return (rows + t.block_m - 1) / t.block_m * batch * heads;
+  const long long units = (rows + 63) / 64 * (together > 0 ? together : 1);
+  const int per_tile = t.block_m / 64, side_by_side = t.heads_per_tile << grouping;
+  const int heads = together > 1 ? heads_kv : (heads_q + side_by_side - 1) / side_by_side;
+  return (units + per_tile - 1) / per_tile * batch * heads;
 }
 
 // The row is `first_tile`. Where its tiles would leave SMs idle: the row with the fewest query rows
@@ -148,7 +159,7 @@ constexpr ForwardChoice choose_forward(int head_dim, int queries, int heads_q, i
   if (grouping > 0) return {grouped_tile(dim), grouping};
   int row = first_tile(dim, queries, heads_q, causal, packed);
   const auto waves = [&](int i) {  // with one tile per SM
-    return (tile_count(kForwardTiles[i], 0, queries, heads_q, batch) + sms - 1) / sms;
+    return (tile_count(kForwardTiles[i], 0, queries, heads_q, heads_kv, batch) + sms - 1) / sms;
   };
   const auto rows = [&](int i) { return waves(i) * kForwardTiles[i].consumers() * 64; };
   if (row >= 0 && waves(row) <= 1) {

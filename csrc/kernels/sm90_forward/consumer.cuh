@@ -98,7 +98,7 @@ class Consumer {
 
   __device__ __forceinline__ TileBlocks read_blocks() {
     mark(ConsumerTile::kPrepare);
-    const BlockRange& range = work().consumer[consumer];
+    const BlockRange& range = unit().range;
     return {ptx::uniform(range.begin), ptx::uniform(range.end), ptx::uniform(range.full_begin),
             ptx::uniform(range.full_end)};
   }
@@ -114,18 +114,18 @@ class Consumer {
 #pragma unroll 1
     for (; block > last; --block) {
       const Ring slot(blocks++);
-      if constexpr (kGuardedRing) {
-        wait(s.k_full[slot.stage], slot.parity);
-        release(s.k_empty[slot.stage]);
-        wait(s.v_full[slot.stage], slot.parity);
-        release(s.v_empty[slot.stage]);
-      } else {  // the planted fault: waits only until its last release has counted
-        wait(s.k_empty[slot.stage], slot.parity ^ 1);
-        release(s.k_empty[slot.stage]);
-        wait(s.v_empty[slot.stage], slot.parity ^ 1);
-        release(s.v_empty[slot.stage]);
-      }
+      pass(s.k_full[slot.stage], s.k_empty[slot.stage], slot.parity);
+      pass(s.v_full[slot.stage], s.v_empty[slot.stage], slot.parity);
     }
+  }
+
+  __device__ __forceinline__ void pass(uint64_t& full, uint64_t& empty, int parity) {
+    if constexpr (kGuardedRing) {
+      wait(full, parity);
+    } else {  // the planted fault: waits only until its last release has counted
+      wait(empty, parity ^ 1);
+    }
+    release(empty);
   }
 
   // S and P of the first block: there is no O to overlap with yet.
@@ -158,7 +158,8 @@ class Consumer {
     issue_scores<Config>(f, q, k(k_slot));
     // Decided while S is computed. Where registers are short it would be spilled.
     int is_boundary = t.is_boundary(block);
-    if constexpr (Config::kScoresLive) asm volatile("" : "+r"(is_boundary));
+    if constexpr (Config::kScoresLive && Config::kHeadDim < 256)
+      asm volatile("" : "+r"(is_boundary));
     const bool boundary = is_boundary != 0;
     mark(ConsumerStep::kAwaitV);
     wait(s.v_full[v_slot.stage], v_slot.parity);
@@ -204,7 +205,7 @@ class Consumer {
   // False if the warp stored NaN or infinity that may come from keys which its row does not see.
   __device__ __forceinline__ bool store_tile() {
     mark(ConsumerTile::kEpilogue);
-    const bool finite = store_output<Config>(f, a, work(), consumer, s.o[threadIdx.x / 32 - 4]);
+    const bool finite = store_output<Config>(f, a, unit(), work().batch, s.o[threadIdx.x / 32 - 4]);
     return finite || !a.hides_keys;
   }
 
@@ -257,8 +258,7 @@ class Consumer {
     if (__builtin_expect(a.scores.transform, false)) transform_scores<false>(f.s, a.scores);
     if (__builtin_expect(boundary, false)) {
       const TileWork& w = work();
-      const int row = w.first_row + Config::unit_of(consumer) * 64 + threadIdx.x % 128 / 32 * 16 +
-                      threadIdx.x % 32 / 4;
+      const int row = unit().first_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
       mask_scores_by_bits(f.s, {w.shift, a.params.window_left, a.params.window_right},
                           grouping<Config>(a), row, block * kBlockN, w.seqlen_k);
     }
@@ -302,6 +302,7 @@ class Consumer {
   }
 
   __device__ __forceinline__ const TileWork& work() const { return s.tile[TileSlot(tiles).stage]; }
+  __device__ __forceinline__ const Unit& unit() const { return work().unit[consumer]; }
   __device__ __forceinline__ int q_stage() const { return Slot<Config::kQStages>(tiles).stage; }
   __device__ __forceinline__ int head() const { return Config::head_of(consumer); }
   __device__ __forceinline__ float scale_log2() const { return a.scores.scale_log2; }

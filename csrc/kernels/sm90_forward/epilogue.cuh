@@ -16,7 +16,7 @@ namespace attnscope::sm90 {
 // element of O in the warp is not finite.
 template <class Config>
 __device__ __forceinline__ bool store_output(
-    const Fragments<Config>& f, const ForwardArguments& a, const TileWork& w, int consumer,
+    const Fragments<Config>& f, const ForwardArguments& a, const Unit& unit, int batch,
     typename Config::Element (&staging)[Config::kOutStages][16 * 64]) {
   using Element = typename Config::Element;
   constexpr int kBlocks = (Config::kHeadDim + 63) / 64;  // of columns
@@ -24,12 +24,10 @@ __device__ __forceinline__ bool store_output(
   constexpr int kAtOnce = kBlocks <= kStages ? kBlocks : 1;
   const ForwardParams& p = a.params;
   const int lane = threadIdx.x % 32;
-  const int first_row =  // among the tile's rows of this head
-      Config::unit_of(consumer) * 64 + threadIdx.x % 128 / 32 * 16;
-  const int rows = w.end_row - w.first_row - first_row;
-  const int q_row = w.q_row + grouping<Config>(a).query(first_row);
-  const int head = w.head + Config::head_of(consumer), batch = w.batch;
-  if (Config::kHeadsPerTile > 1 && head >= p.heads_q) return true;
+  const int first_row = threadIdx.x % 128 / 32 * 16;
+  const int rows = unit.rows - first_row;
+  const int q_row = unit.q_row + grouping<Config>(a).query(first_row);
+  const int head = unit.head;
   if (lane == 0) ptx::tma_store_wait_read<0>();
 
   float sum[2], inverse[2];

@@ -12,6 +12,7 @@
 #pragma once
 
 #include "kernels/sm90_forward/consumer.cuh"
+#include "kernels/sm90_forward/first_tile.cuh"
 #include "kernels/sm90_forward/producer.cuh"
 #include "kernels/sm90_forward/scheduler.cuh"
 #include "kernels/sm90_forward/shared.cuh"
@@ -23,40 +24,18 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     forward_kernel(const __grid_constant__ ForwardArguments a) {
   extern __shared__ __align__(1024) char shared_memory[];
   auto& s = *reinterpret_cast<ForwardShared<Config>*>(shared_memory);
-  using ptx::shared_address;
 
-  if (threadIdx.x == 0) {
-    constexpr int kWarps = 4 * Config::kConsumers;
-    for (int i = 0; i < Config::kQStages * Config::kConsumers; ++i) {
-      ptx::mbarrier_init(shared_address(&s.q_full[0][0] + i), 1);
-      ptx::mbarrier_init(shared_address(&s.q_empty[0][0] + i), 4);
-    }
-    ptx::mbarrier_init(shared_address(&s.tile_wanted), 1);
-    for (int i = 0; i < ForwardShared<Config>::kTiles; ++i) {
-      ptx::mbarrier_init(shared_address(&s.tile_full[i]), kEveryLaneArrives ? 32 : 1);
-      ptx::mbarrier_init(shared_address(&s.tile_empty[i]),
-                         (kEveryLaneArrives ? 32 : 1) * kWarps + 2);
-    }
-    for (int i = 0; i < Config::kStages; ++i) {
-      ptx::mbarrier_init(shared_address(&s.k_full[i]), 1);
-      ptx::mbarrier_init(shared_address(&s.k_empty[i]), kWarps);
-      ptx::mbarrier_init(shared_address(&s.v_full[i]), 1);
-      ptx::mbarrier_init(shared_address(&s.v_empty[i]), kWarps);
-    }
-    ptx::fence_mbarrier_init();
-#ifdef ATTNSCOPE_FAULTS
-    s.late_copy.ready = s.late_copy.done = 0;
-#endif
-  }
+  if (threadIdx.x == 0) init_barriers<Config>(s);
   if (threadIdx.x / 32 == 1) describe_first_tile<Config>(a, s);
   if (threadIdx.x == 64) {
-    ptx::prefetch_tensor_map(&a.k.map);
     ptx::prefetch_tensor_map(&a.q.map);
+    ptx::prefetch_tensor_map(&a.k.map);
     ptx::prefetch_tensor_map(&a.v.map);
     ptx::prefetch_tensor_map(&a.out.map);
   }
   Timeline::begin(threadIdx.x == 0);
   __syncthreads();
+  if (threadIdx.x == 32) load_first_tile<Config>(a, s);
 
   if (threadIdx.x < 128) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();

@@ -21,26 +21,33 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
   a.params = p;
   a.scores = score_scales(p);
   a.grouping = grouping;
-  const int heads = ceil_div(p.heads_q >> grouping.log2, Config::kHeadsPerTile);
+  const int together = heads_together(Config::kTile, grouping.log2, p.heads_q, p.heads_kv);
+  const int heads = ceil_div((p.heads_q >> grouping.log2) / together, Config::kHeadsPerTile);
+  a.together = Divisor::of(together);
   a.heads = Divisor::of(heads);
   a.heads_per_key = Divisor::of(std::max(p.heads_q / std::max(p.heads_kv, 1), 1));
   const int rows = grouping.rows(p.seqlen_q);
-  const int m_blocks = ceil_div(rows, Config::kBlockM);
+  const int64_t units = int64_t{ceil_div(rows, 64)} * together;
+  if (units > kMostTiles) return cudaErrorInvalidConfiguration;
+  const int m_blocks = ceil_div(static_cast<int>(units), Config::kHeadConsumers);
   const int64_t kv_bytes =
       int64_t{p.seqlen_k} * (p.head_dim + p.head_dim_v) * sizeof(typename Config::Element);
   a.order = tile_order(m_blocks, p.batch, heads, ceil_div(p.heads_kv, Config::kHeadsPerTile),
                        kv_bytes, is_causal(p));
-  if (!is_causal(p) && ceil_div(rows, 64) % Config::kHeadConsumers != 0) {
+  if (!is_causal(p) && units % Config::kHeadConsumers != 0) {
     // Some tiles have 64 rows less. They come last and balance the end of the launch.
     a.order.last = std::min(a.order.heads, ceil_div(device.sms, std::max(m_blocks, 1)));
   }
+  a.prefetch_tiles = p.seqlen_k <= kPrefetchKeys;
+  // The first tiles of a section read its K and V from memory, the others from L2.
+  if (a.prefetch_tiles) a.order.section = std::min(a.order.section, kShortSection);
   a.section = Divisor::of(a.order.section);
-  a.section_tiles = Divisor::of(std::max(a.order.section * m_blocks, 1));
+  a.section_tiles = Divisor::of(static_cast<int>(
+      std::clamp<int64_t>(int64_t{a.order.section} * m_blocks, 1, kMostTiles)));  // dense: no more
   const int64_t tiles = a.order.tiles();
   // The sequences of a packed batch have at most `tiles` tiles, and usually far fewer.
   if (tiles > kMostTiles && !p.packed()) return cudaErrorInvalidConfiguration;
   a.tiles = static_cast<int>(std::min<int64_t>(tiles, kMostTiles));
-  a.prefetch_tiles = p.seqlen_k <= kPrefetchKeys;
   a.packed = p.packed();
   a.hides_keys = a.packed || p.window_left >= 0 || p.window_right >= 0;
 
@@ -67,16 +74,19 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
       error != cudaSuccess) {
     return error;
   }
-  if (cudaError_t error = tile_counter(device.device, stream, &a.counter); error != cudaSuccess) {
-    return error;
-  }
   int64_t most_tiles = a.tiles;
   if (p.packed()) {  // with ascending cu_seqlens there are no more
+    const int64_t most_units = (p.total_q << grouping.log2) / 64 + p.batch;
     most_tiles =
-        std::min(most_tiles, ((p.total_q << grouping.log2) / Config::kBlockM + p.batch) * heads);
+        std::min(most_tiles, (most_units * together / Config::kHeadConsumers + p.batch) * heads);
   }
   const int64_t blocks =
       std::clamp<int64_t>(most_tiles, 1, int64_t{Config::kBlocksPerSm} * device.sms);
+  if (a.tiles > blocks) {  // otherwise each block has one tile at most
+    if (cudaError_t error = tile_counter(device.device, stream, &a.counter); error != cudaSuccess) {
+      return error;
+    }
+  }
   kernel<<<static_cast<unsigned>(blocks), Config::kThreads, kSharedBytes, stream>>>(a);
   return cudaGetLastError();
 }

@@ -19,12 +19,12 @@ struct SchedulerTile {
     // The description.
     kHead = 8,
     kBatch,
-    kFirstRow,
+    kFirstUnit,
     kBegin,
     kEnd,
     kFullBegin,
     kFullEnd,
-    kEndRow,
+    kEndUnit,
   };
 };
 

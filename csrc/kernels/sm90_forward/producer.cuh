@@ -77,10 +77,37 @@ __device__ __forceinline__ void issue_late_copies(const ForwardArguments& a,
 }
 #endif
 
+// The Q of a consumer.
+template <class Config>
+__device__ __forceinline__ void load_queries(const ForwardArguments& a, ForwardShared<Config>& s,
+                                             const TileWork& w, int stage, int consumer) {
+  const Unit& unit = w.unit[consumer];
+  const uint32_t full = ptx::shared_address(&s.q_full[stage][consumer]);
+  ptx::mbarrier_arrive_expect_tx(full, Config::kQBytes);
+#pragma unroll
+  for (int column = 0; column < Config::kColumns; column += 64) {
+    ptx::tma_load_5d(
+        ptx::shared_address(s.q[stage][consumer]) + column / 64 * 64 * Config::kRowBytes, &a.q.map,
+        full, ptx::CachePolicy::kEvictFirst, column, 0, unit.q_row,
+        (unit.head >> grouping<Config>(a).log2) * a.q.head_step, w.batch * a.q.batch_step);
+  }
+}
+
+// A block of K or V, whose bytes `barrier` expects already.
+template <class Config, class Buffers>
+__device__ __forceinline__ void load_keys(const ForwardArguments& a, const TensorMap& tensor,
+                                          Buffers& buffers, uint32_t barrier, const TileWork& w,
+                                          int block) {
+#pragma unroll
+  for (int i = 0; i < Config::kHeadsPerTile; ++i) {  // past the last head: zeros
+    load_box<Config>(ptx::shared_address(buffers[i]), tensor, barrier, Config::kBlockN,
+                     w.k_row + block * Config::kBlockN, key_head<Config>(a, w, i), w.batch);
+  }
+}
+
 template <class Config>
 __device__ __forceinline__ void produce(const ForwardArguments& a, ForwardShared<Config>& s) {
   using ptx::shared_address;
-  constexpr int kBlockN = Config::kBlockN;
   constexpr int kStages = Config::kStages;
   int tiles = 0, blocks = 0;  // uses of the rings so far
   const Timeline timeline(Lane::kProducer, true);
@@ -103,20 +130,19 @@ __device__ __forceinline__ void produce(const ForwardArguments& a, ForwardShared
       const Slot<kStages> slot(count);
       const bool is_k = &tensor == &a.k;
       timeline.step(count, is_k ? ProducerStep::kAwaitKSlot : ProducerStep::kAwaitVSlot);
-      ptx::mbarrier_wait(shared_address(&empty), slot.parity ^ 1);
+      // What another thread loads may have been released already: a wait for the buffer before that
+      // would be for a phase later.
+      const bool loading = is_k && w.loading && block == w.range.end - 1;
+      if (!loading) ptx::mbarrier_wait(shared_address(&empty), slot.parity ^ 1);
       timeline.step(count, is_k ? ProducerStep::kIssueK : ProducerStep::kIssueV);
+      if (loading) return;
       inject(Fault::kCopy, 2 * count + is_k);
       const uint32_t barrier = shared_address(&full);
-      const int row = w.k_row + block * kBlockN;
       ptx::mbarrier_arrive_expect_tx(barrier, Config::kHeadsPerTile * Config::kTileBytes);
 #ifdef ATTNSCOPE_FAULTS
-      if (is_late<Config>(a, s, is_k, count, barrier, w, row)) return;
+      if (is_late<Config>(a, s, is_k, count, barrier, w, w.k_row + block * Config::kBlockN)) return;
 #endif
-#pragma unroll
-      for (int i = 0; i < Config::kHeadsPerTile; ++i) {  // past the last head: zeros
-        load_box<Config>(shared_address(buffers[slot.stage][i]), tensor, barrier, kBlockN, row,
-                         key_head<Config>(a, w, i), w.batch);
-      }
+      load_keys<Config>(a, tensor, buffers[slot.stage], barrier, w, block);
     };
 
     // K runs one block ahead of V, as in the consumers.
@@ -155,29 +181,18 @@ __device__ __forceinline__ void produce_queries(const ForwardArguments& a,
     const Slot<ForwardShared<Config>::kTiles> slot(tiles++);
     ptx::mbarrier_wait(shared_address(&s.tile_full[slot.stage]), slot.parity);
     const TileWork& w = s.tile[slot.stage];
-    const bool stop = w.stop;
-    const int row = w.q_row, head = w.head, batch = w.batch;
-    inject(Fault::kReleaseTile, tiles);
-    ptx::mbarrier_arrive(shared_address(&s.tile_empty[slot.stage]));
-    if (stop) break;
+    if (w.stop) break;
     timeline.tile(tiles - 1, QueriesTile::kAwaitSlot);
 #pragma unroll 1
-    for (int consumer = 0; consumer < Config::kConsumers; ++consumer) {
+    for (int consumer = 0; consumer < Config::kConsumers && !w.loading; ++consumer) {
       ptx::mbarrier_wait(shared_address(&s.q_empty[q_slot.stage][consumer]), q_slot.parity ^ 1);
       if (consumer == 0) timeline.tile(tiles - 1, QueriesTile::kIssue);
       inject(Fault::kQuery, tiles * Config::kConsumers + consumer);
-      const uint32_t full = shared_address(&s.q_full[q_slot.stage][consumer]);
-      ptx::mbarrier_arrive_expect_tx(full, Config::kQBytes);
-#pragma unroll
-      for (int column = 0; column < Config::kColumns; column += 64) {
-        ptx::tma_load_5d(
-            shared_address(s.q[q_slot.stage][consumer]) + column / 64 * 64 * Config::kRowBytes,
-            &a.q.map, full, ptx::CachePolicy::kEvictFirst, column, 0,
-            row + grouping<Config>(a).query(64 * (Config::unit_of(consumer))),
-            ((head >> grouping<Config>(a).log2) + Config::head_of(consumer)) * a.q.head_step,
-            batch * a.q.batch_step);
-      }
+      load_queries<Config>(a, s, w, q_slot.stage, consumer);
     }
+    if (w.loading) timeline.tile(tiles - 1, QueriesTile::kIssue);
+    inject(Fault::kReleaseTile, tiles);
+    ptx::mbarrier_arrive(shared_address(&s.tile_empty[slot.stage]));
   }
   timeline.finish(tiles - 1, 0);
 }

@@ -39,20 +39,21 @@ __device__ __forceinline__ void recompute_rows(const ForwardArguments& a, const 
     return static_cast<const Element*>(data) + w.batch * stride.batch + head * stride.head +
            ptx::lane();
   };
-  const int head_kv = key_head<Config>(a, w, Config::head_of(consumer));
+  const Unit& unit = w.unit[consumer];
+  const int head_kv = unit.head / a.heads_per_key;
   const Element* keys = of_head(p.k, p.k_stride, head_kv) + w.k_row * p.k_stride.row;
   const Element* values = of_head(p.v, p.v_stride, head_kv) + w.k_row * p.v_stride.row;
-  const int first_row = Config::unit_of(consumer) * 64 + threadIdx.x % 128 / 32 * 16;
+  const int first_row = threadIdx.x % 128 / 32 * 16;
   if (ptx::lane() == 0) ptx::tma_store_wait<0>();
   ptx::fence_proxy_async_global();
   __syncwarp();
   // Bounds in uniform registers: a loop that might diverge would cost the main loop its own.
-  const int end_row = ptx::uniform(min(first_row + 16, w.end_row - w.first_row));
+  const int end_row = ptx::uniform(min(first_row + 16, unit.rows));
 #pragma unroll 1
   for (int row = ptx::uniform(first_row); row < end_row; ++row) {
-    const int64_t query = w.q_row + grouping<Config>(a).query(row);
-    const int head = w.head + Config::head_of(consumer) + grouping<Config>(a).head(row);
-    const int in_sequence = grouping<Config>(a).query(w.first_row + row);
+    const int64_t query = unit.q_row + grouping<Config>(a).query(row);
+    const int head = unit.head + grouping<Config>(a).head(row);
+    const int in_sequence = grouping<Config>(a).query(unit.first_row + row);
     float q[kElements], o[kElements] = {}, maximum = -FLT_MAX, sum = 0.0f;
     read_row(q, of_head(p.q, p.q_stride, head) + query * p.q_stride.row, p.head_dim);
     const int end_key = ptx::uniform(window.end_key(in_sequence, w.seqlen_k));

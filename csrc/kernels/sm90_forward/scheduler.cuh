@@ -6,6 +6,13 @@
 
 namespace attnscope::sm90 {
 
+// The units of the heads that come together in tiles, in a sequence of `queries`. Their order: the
+// first 64 rows of each head, the next 64 rows of each head, and so on.
+template <class Config>
+__device__ __forceinline__ int units_of(const ForwardArguments& a, int queries) {
+  return (grouping<Config>(a).rows(queries) + 63) / 64 * a.together.divisor;
+}
+
 // Tiles of a packed batch come sequence after sequence; within one, in the order of a dense call.
 // Counts the tiles of 32 sequences, after `first` tiles of the sequences before. The counts
 // saturate: cu_seqlens may hold anything.
@@ -16,7 +23,7 @@ __device__ __forceinline__ void count_tiles(const ForwardArguments& a, TileQueue
   if (s.batch + lane < a.params.batch) {
     const Segment q =
         segment(a.params.cu_seqlens_q, a.params.total_q, a.params.seqlen_q, s.batch + lane);
-    tiles = (grouping<Config>(a).rows(q.length) + Config::kBlockM - 1) / Config::kBlockM *
+    tiles = (units_of<Config>(a, q.length) + Config::kHeadConsumers - 1) / Config::kHeadConsumers *
             a.heads.divisor;
   }
 #pragma unroll
@@ -29,15 +36,16 @@ __device__ __forceinline__ void count_tiles(const ForwardArguments& a, TileQueue
   __syncwarp();
 }
 
-// Finds tile number `index`, which never decreases. False past the last tile. Warp-converged.
-template <class Config>
+// Finds tile number `index`, which never decreases. False past the last tile. Without kMayBePacked:
+// for dense calls. Warp-converged.
+template <class Config, bool kMayBePacked>
 __device__ __forceinline__ bool find_tile(const ForwardArguments& a, TileQueue& s, TileWork& w) {
   const int lane = ptx::lane();
   int index = s.index;
   if (index >= a.tiles) return false;
   Tile tile;
   int sequence = 0;
-  if (a.packed) {
+  if (kMayBePacked && a.packed) {
     while (index >= s.through[32]) {
       const int first = s.through[32], batch = s.batch + 32;
       if (batch >= a.params.batch) return false;
@@ -59,58 +67,69 @@ __device__ __forceinline__ bool find_tile(const ForwardArguments& a, TileQueue& 
     const int batch = tile.head / a.heads;  // 0 in a packed batch
     s.sequence = sequence + batch;
     s.m_block = tile.m_block;
-    w.head = (tile.head - batch * a.heads.divisor) * Config::kHeadsPerTile
+    w.head = (tile.head - batch * a.heads.divisor) * Config::kHeadsPerTile * a.together.divisor
              << grouping<Config>(a).log2;
   }
   return true;
 }
 
-// Fills in the rest of a tile: one lane for each consumer's blocks, one for the tile's blocks.
+// Fills in the rest of a tile: one lane for each consumer's unit, one for the tile's blocks.
 // Warp-converged.
-template <class Config>
+template <class Config, bool kMayBePacked>
 __device__ __forceinline__ void describe_tile(const ForwardArguments& a, const TileQueue& s,
                                               TileWork& w) {
   const ForwardParams& p = a.params;
   constexpr int kTileLane = Config::kConsumers;
   const int lane = ptx::lane();
   const bool is_consumer = lane < kTileLane;
-  const Segment seg_q = segment(p.cu_seqlens_q, p.total_q, p.seqlen_q, s.sequence);
-  const Segment seg_k = segment(p.cu_seqlens_k, p.total_k, p.seqlen_k, s.sequence);
+  const Segment seg_q =
+      segment(kMayBePacked ? p.cu_seqlens_q : nullptr, p.total_q, p.seqlen_q, s.sequence);
+  const Segment seg_k =
+      segment(kMayBePacked ? p.cu_seqlens_k : nullptr, p.total_k, p.seqlen_k, s.sequence);
   const Window window{seg_k.length - seg_q.length, p.window_left, p.window_right};
-  // Where tiles do not divide the rows, the first tiles have 64 rows less. Under a causal mask the
+  // Where tiles do not divide the units, the first tiles have one less. Under a causal mask the
   // last tiles see the most keys: those keep all consumers at work.
   constexpr int kUnits = Config::kHeadConsumers;
   const int rows = grouping<Config>(a).rows(seg_q.length);
-  const int units = (rows + 63) / 64;
+  const int units = units_of<Config>(a, seg_q.length);
   const int missing = (units + kUnits - 1) / kUnits * kUnits - units;
-  const auto first_row_of = [&](int m_block) {
-    return 64 * (m_block * kUnits - min(m_block, missing));
-  };
-  const int first_row = first_row_of(s.m_block);
-  const int last_row = min(first_row_of(s.m_block + 1), rows);
-  const int begin_row = first_row + (is_consumer ? 64 * (lane % kUnits) : 0);
-  const int end_row = min(begin_row + (is_consumer ? 64 : Config::kBlockM), last_row);
+  const auto first_unit_of = [&](int m_block) { return m_block * kUnits - min(m_block, missing); };
+  const int first_unit = first_unit_of(s.m_block);
+  const int end_unit = first_unit_of(s.m_block + 1);
+  const int unit = first_unit + (is_consumer ? lane % kUnits : 0);
+  const int last_unit = is_consumer ? unit : end_unit - 1;
+  const int place = unit / a.together;  // of its 64 rows in the sequence
+  const int begin_row = 64 * place;
+  const int end_row = min(64 * (last_unit / a.together) + 64, rows);
+  bool absent = unit >= end_unit;
+  if (is_consumer) {
+    const int head = w.head + unit - place * a.together.divisor +
+                     (Config::kHeadsPerTile > 1 ? lane / kUnits : 0);
+    if (Config::kHeadsPerTile > 1) absent = absent || head >= p.heads_q;
+    Unit& u = w.unit[lane];
+    u.head = head;
+    u.q_row = static_cast<int>(seg_q.row) + grouping<Config>(a).query(begin_row);
+    u.first_row = begin_row;
+    u.rows = absent ? 0 : end_row - begin_row;
+  }
   BlockRange range =
       block_range(window, grouping<Config>(a).query(begin_row),
                   grouping<Config>(a).query(end_row - 1) + 1, seg_k.length, Config::kBlockN);
   const int tile_begin = __shfl_sync(0xffffffffu, range.begin, kTileLane);
   if (is_consumer) {
-    const bool no_head = Config::kHeadsPerTile > 1 && w.head + lane / kUnits >= p.heads_q;
-    if (no_head || begin_row >= end_row || range.begin >= range.end)
-      range.begin = range.end = tile_begin;
-    w.consumer[lane] = range;
+    if (absent || range.begin >= range.end) range.begin = range.end = tile_begin;
+    w.unit[lane].range = range;
   }
   if (lane == kTileLane) {
     w.range = range;
     w.head_kv = w.head / a.heads_per_key;
     w.batch = seg_q.batch;
-    w.q_row = static_cast<int>(seg_q.row) + grouping<Config>(a).query(begin_row);
-    w.first_row = begin_row;
-    w.end_row = end_row;
     w.k_row = static_cast<int>(seg_k.row);
     w.seqlen_k = seg_k.length;
     w.shift = window.shift;
-    w.first_key = window.first_key(grouping<Config>(a).query(begin_row));
+    w.first_unit = first_unit;
+    w.end_unit = end_unit;
+    w.loading = false;
   }
 }
 
@@ -119,13 +138,13 @@ template <class Config>
 __device__ __forceinline__ void store_empty(const ForwardArguments& a, const TileWork& w) {
   const ForwardParams& p = a.params;
   const int lane = ptx::lane();
-  const int rows = w.end_row - w.first_row;
 #pragma unroll 1
-  for (int i = 0; i < Config::kHeadsPerTile * rows; ++i) {
-    const int tile_head = Config::kHeadsPerTile == 1 ? 0 : i / rows, row = i - tile_head * rows;
-    const int64_t query = w.q_row + grouping<Config>(a).query(row),
-                  head = w.head + tile_head + grouping<Config>(a).head(row);
-    if (Config::kHeadsPerTile > 1 && head >= p.heads_q) break;
+  for (int i = 0; i < Config::kConsumers * 64; ++i) {
+    const Unit& unit = w.unit[i / 64];
+    const int row = i % 64;
+    if (row >= unit.rows) continue;
+    const int64_t query = unit.q_row + grouping<Config>(a).query(row),
+                  head = unit.head + grouping<Config>(a).head(row);
     auto* out = static_cast<typename Config::Element*>(p.out) +
                 int64_t{w.batch} * p.out_stride.batch + query * p.out_stride.row +
                 head * p.out_stride.head;
@@ -139,39 +158,22 @@ __device__ __forceinline__ void store_empty(const ForwardArguments& a, const Til
 __device__ __forceinline__ void note_tile(const Timeline& timeline, int tile, const TileWork& w) {
   timeline.note(tile, SchedulerTile::kHead, w.head);
   timeline.note(tile, SchedulerTile::kBatch, w.batch);
-  timeline.note(tile, SchedulerTile::kFirstRow, w.first_row);
+  timeline.note(tile, SchedulerTile::kFirstUnit, w.first_unit);
   timeline.note(tile, SchedulerTile::kBegin, w.range.begin);
   timeline.note(tile, SchedulerTile::kEnd, w.range.end);
   timeline.note(tile, SchedulerTile::kFullBegin, w.range.full_begin);
   timeline.note(tile, SchedulerTile::kFullEnd, w.range.full_end);
-  timeline.note(tile, SchedulerTile::kEndRow, w.end_row);
+  timeline.note(tile, SchedulerTile::kEndUnit, w.end_unit);
 }
 
 // Finds and describes the tile of the queue's index. False if there is none. Warp-converged.
-template <class Config>
+template <class Config, bool kMayBePacked>
 __device__ __forceinline__ bool fill_in(const ForwardArguments& a, TileQueue& queue, TileWork& w) {
-  if (!find_tile<Config>(a, queue, w)) return false;
+  if (!find_tile<Config, kMayBePacked>(a, queue, w)) return false;
   __syncwarp();
-  describe_tile<Config>(a, queue, w);
+  describe_tile<Config, kMayBePacked>(a, queue, w);
   __syncwarp();
   return true;
-}
-
-// Describes the first tile, whose number is the block's own. It needs no barrier, so it can run
-// beside their initialisation. Warp-converged.
-template <class Config>
-__device__ __forceinline__ void describe_first_tile(const ForwardArguments& a,
-                                                    ForwardShared<Config>& s) {
-  const bool elected = threadIdx.x % 32 == 0;
-  if (elected) {
-    s.queue.tiles = 0;
-    s.queue.index = blockIdx.x;
-    s.queue.batch = 0;
-  }
-  __syncwarp();
-  if (a.packed) count_tiles<Config>(a, s.queue, 0);
-  const bool stop = !fill_in<Config>(a, s.queue, s.tile[0]);
-  if (elected) s.tile[0].stop = stop;
 }
 
 // Hands out tiles until none is left. It takes a tile only when the producer nears the end of the
@@ -182,8 +184,8 @@ template <class Config>
 __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShared<Config>& s) {
   using ptx::shared_address;
   const bool elected = threadIdx.x % 32 == 0;
-  // Where each block has one tile at most, there is nothing to count.
-  const bool counts = a.tiles > gridDim.x;
+  const bool counts = a.counter != nullptr;  // otherwise each block has one tile at most
+  if (a.packed) count_tiles<Config>(a, s.queue, 0);
   const auto take_index = [&] {
     s.queue.index = counts ? gridDim.x + ptx::atomic_add(&a.counter->taken, 1) : a.tiles;
   };
@@ -194,8 +196,8 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
     const TileSlot slot(tiles);
     TileWork& w = s.tile[slot.stage];
     timeline.tile(tiles, SchedulerTile::kAwaitRequest);
-    bool described = tiles == 0;
-    if (!described) {
+    bool described = tiles == 0 && !a.packed;  // see describe_first_tile
+    if (tiles > 0) {
       if (!a.prefetch_tiles) ptx::mbarrier_wait(shared_address(&s.tile_wanted), tiles - 1 & 1);
       timeline.tile(tiles, SchedulerTile::kTake);
       if (elected) take_index();
@@ -208,7 +210,7 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
     timeline.tile(tiles, SchedulerTile::kHand);
     bool stop;
     while (true) {
-      stop = described ? w.stop : !fill_in<Config>(a, s.queue, w);
+      stop = described ? w.stop : !fill_in<Config, true>(a, s.queue, w);
       if (stop || w.range.begin < w.range.end) break;
       store_empty<Config>(a, w);
       __syncwarp();
@@ -223,7 +225,7 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
     }
     if (elected) w.stop = stop;
     inject(Fault::kTile, s.queue.tiles);
-    if constexpr (!kEveryLaneArrives) __syncwarp();
+    __syncwarp();  // every lane wrote a part
     if (kEveryLaneArrives || elected) {
       ptx::mbarrier_arrive(shared_address(&s.tile_full[TileSlot(s.queue.tiles).stage]));
     }

@@ -44,12 +44,9 @@ struct ForwardConfig {
   static constexpr bool kTakesGroups =
       kForwardTiles[grouped_tile(kHeadDim)].block_m == kTile.block_m;
 
-  // Which head of the tile a consumer works on, and which 64 rows of that head.
+  // Whose keys a consumer reads, among the heads with keys of their own in the tile.
   static __device__ __forceinline__ int head_of(int consumer) {
     return kHeadsPerTile == 1 ? 0 : consumer / kHeadConsumers;
-  }
-  static __device__ __forceinline__ int unit_of(int consumer) {
-    return kHeadsPerTile == 1 ? consumer : consumer % kHeadConsumers;
   }
 
   static_assert(kHeadsPerTile == 1 || !kTakesGroups, "heads have rows of their own or share them");
@@ -59,21 +56,29 @@ struct ForwardConfig {
   static_assert(kConsumers >= 1 && kConsumers <= kMaxConsumers, "TileWork has room for these");
 };
 
+// Up to 64 rows of one query head: a consumer's part of a tile.
+struct Unit {
+  BlockRange range;  // the blocks that its rows see
+  int head;
+  int q_row;      // row of the tensors where it begins
+  int first_row;  // row of the sequence (see Grouping) where it begins
+  int rows;       // 0: the tile has no rows for this consumer
+};
+
 // One tile of query rows, described once for all roles. Blocks are blocks of keys.
-struct alignas(128) TileWork {
-  bool stop;      // no tile is left
-  int head;       // the first query head of the tile
-  int head_kv;    // its key head
-  int batch;      // index into the tensors; 0 when packed
-  int q_row;      // row of the tensors where the tile begins
-  int k_row;      // row of the tensors where the keys begin
-  int first_row;  // row of the sequence (see Grouping) where the tile begins
-  int end_row;    // row of the sequence where the tile ends
+struct alignas(16) TileWork {
+  bool stop;     // no tile is left
+  bool loading;  // its Q and its first block of K are being loaded already
+  int head;      // the first query head that the tile may have
+  int head_kv;   // its key head
+  int batch;     // index into the tensors; 0 when packed
+  int k_row;     // row of the tensors where the keys begin
   int seqlen_k;
-  int shift;                           // seqlen_k - seqlen_q
-  int first_key;                       // no row of the tile sees a key before it
-  BlockRange range;                    // the blocks that any row of the tile sees
-  BlockRange consumer[kMaxConsumers];  // the blocks that a consumer's 64 rows see
+  int shift;         // seqlen_k - seqlen_q
+  int first_unit;    // among the units of its heads in this sequence
+  int end_unit;      // one past the last
+  BlockRange range;  // the blocks that any row of the tile sees
+  Unit unit[kMaxConsumers];
 };
 
 inline constexpr int kMostTiles = INT_MAX / 2;  // of a call, so that the sum of two fits an int
@@ -127,13 +132,14 @@ struct ForwardArguments {
   ScoreScales scores;
   Grouping grouping;
   Divisor section_tiles, section;  // of `order`
-  Divisor heads;                   // groups of query heads
+  Divisor together;                // query heads of a tile, see heads_together
+  Divisor heads;                   // sets of query heads that have tiles of their own
   Divisor heads_per_key;           // query heads of a key head
   int tiles;                       // dense: how many; packed: at most
   bool prefetch_tiles;             // take a tile as soon as a slot is free
   bool packed;
-  bool hides_keys;  // rows of a tile may see different keys
-  TileCounter* counter;
+  bool hides_keys;       // rows of a tile may see different keys
+  TileCounter* counter;  // null if each block has one tile at most
 };
 
 template <class Config>

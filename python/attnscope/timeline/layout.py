@@ -85,7 +85,7 @@ CONSUMER_STEP = (
 # The scheduler's notes on a tile, from word NOTES on.
 NOTES = 8
 TILE_NOTES = (
-    "head", "batch", "first_row", "begin", "end", "full_begin", "full_end", "end_row",
+    "head", "batch", "first_unit", "begin", "end", "full_begin", "full_end", "end_unit",
 )  # fmt: skip
 
 # Words of a block's row and of the end row of a lane.

@@ -18,7 +18,7 @@ from attnscope.timeline.layout import CONSUMER, SCHEDULER, WORDS
 
 Words = NDArray[np.uint32]
 REMEDY = "The reader and the kernel come from different sources: record again"
-FORMAT = 3
+FORMAT = 4
 ARRAYS = ("blocks", "head", "ends", "tiles", "steps")
 
 
@@ -138,6 +138,13 @@ class Recording:
         notes = self.notes(at).astype(np.int64)
         return np.maximum(notes[:, end] - notes[:, begin], 0)
 
+    @cached_property
+    def heads_together(self) -> int:
+        """Query heads whose units of 64 rows share tiles; `heads_together` of config.cuh."""
+        work, tile = self.facts["workload"], self.facts["tile"]
+        alone = tile["heads"] > 1 or tile.get("heads_per_tile", 1) > 1
+        return 1 if alone else work["heads_q"] // work["heads_kv"]
+
     def own_blocks(self, at: int) -> NDArray[np.int64]:
         """Key blocks that the rows of each consumer see, of each recorded tile: [tiles, consumers].
 
@@ -145,16 +152,17 @@ class Recording:
         the tile visits: the kernel goes from high keys to low.
         """
         work, tile = self.facts["workload"], self.facts["tile"]
-        begin_row, end_row = (
+        head, first_unit, end_unit = (
             self.notes(at)[:, layout.TILE_NOTES.index(name), None].astype(np.int64)
-            for name in ("first_row", "end_row")
+            for name in ("head", "first_unit", "end_unit")
         )
         consumers = np.arange(tile["consumers"])
         of_head = consumers.size // tile.get("heads_per_tile", 1)
-        first = begin_row + layout.ROWS * (consumers % of_head)
-        end = np.minimum(first + layout.ROWS, end_row)
-        head = self.notes(at)[:, layout.TILE_NOTES.index("head"), None] + consumers // of_head
-        end = np.where(head < work["heads_q"], end, first)  # the last tile may lack a head
+        unit = first_unit + consumers % of_head
+        first = layout.ROWS * (unit // self.heads_together)
+        end = np.minimum(first + layout.ROWS, work["seqlen_q"] * tile["heads"])
+        head = head + consumers // of_head  # the last tile may lack a head
+        end = np.where((unit < end_unit) & (head < work["heads_q"]), end, first)
         keys = work["seqlen_k"]
         if work["causal"]:
             queries = -(-end // tile["heads"])
