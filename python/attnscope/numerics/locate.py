@@ -50,7 +50,7 @@ class Location:
 
     @property
     def error(self) -> float:
-        """|got - want|; nan where one is not finite."""
+        """The absolute difference of got and want; nan where one is not finite."""
         return abs(self.got - self.want)
 
     def lines(self) -> list[str]:
