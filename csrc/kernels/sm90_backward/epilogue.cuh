@@ -41,26 +41,22 @@ __device__ __forceinline__ void store_rows(const float* x, float factor, uint32_
   __syncwarp();
 }
 
-// Stores a consumer's dV and dK. Its own rows of V, which no other consumer reads, are the way out.
+// Stores a consumer's dV and dK of tile `t`, by way of 2 KB for each warp at `staging`.
 template <class Config>
-__device__ __forceinline__ void store_key_gradients(const BackwardArguments& a,
-                                                    BackwardShared<Config>& s, int consumer,
+__device__ __forceinline__ void store_key_gradients(const BackwardArguments& a, const KeyTile& t,
+                                                    int consumer, uint32_t staging,
                                                     const float (&dk)[Config::kHeadDim / 2],
                                                     const float (&dv)[Config::kHeadDim / 2]) {
   using Element = typename Config::Element;
   const BackwardParams& p = a.params;
-  const KeyTile& t = s.tile;
   const int first = consumer * 64 + threadIdx.x / 32 % 4 * 16;
-  ptx::barrier_sync(1 + consumer, 128);  // after the last product of each warp
   const auto store = [&](const float* x, float factor, void* data, const Strides& stride, int dim) {
     Element* out = static_cast<Element*>(data) + t.batch * stride.batch +
                    int64_t{t.k_row + first} * stride.row + t.head_kv * stride.head;
 #pragma unroll
     for (int block = 0; block < Config::kHeadDim / 64; ++block) {
-      store_rows<Element>(
-          x + 32 * block, factor,
-          ptx::shared_address(s.v) + (block * Config::kBlockN + first) * Config::kRowBytes,
-          out + block * 64, stride.row, t.rows - first, dim - block * 64);
+      store_rows<Element>(x + 32 * block, factor, staging, out + block * 64, stride.row,
+                          t.rows - first, dim - block * 64);
     }
   };
   store(dv, 1.0f, p.dv, p.dv_stride, p.forward.head_dim_v);

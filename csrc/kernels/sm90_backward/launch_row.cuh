@@ -56,8 +56,9 @@ inline cudaError_t launch_kernel(void (*kernel)(BackwardArguments), bool early, 
   return cudaLaunchKernelEx(&config, kernel, a);
 }
 
-// Launches the kernels of `Kernels`: kMain with kBlocks thread blocks for each tile of keys, kPost
-// with kPostThreads threads for each block of queries; see launch.cu.
+// Launches the kernels of `Kernels`: kMain with kBlocks thread blocks for each tile of keys, or if
+// kPersistent one for each SM; kPost with kPostThreads threads for each block of queries. See
+// launch.cu.
 template <class Kernels>
 cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cudaStream_t stream) {
   using Config = typename Kernels::Config;
@@ -109,11 +110,15 @@ cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cuda
   const bool empty = p.batch == 0;
   const auto places = static_cast<unsigned>(empty ? 0 : query_places(p, kTile));
   const auto tiles = static_cast<unsigned>(empty || p.total_k == 0 ? 0 : key_tiles(p, kTile));
+  a.tiles = static_cast<int>(tiles);
   backward_preprocess_kernel<Config><<<std::max(places, 1u), kPreprocessThreads, 0, stream>>>(a);
   cudaError_t error = cudaGetLastError();
   if (error == cudaSuccess && tiles > 0) {
-    error = launch_kernel(Kernels::kMain, Kernels::kStartEarly, tiles * Kernels::kBlocks,
-                          kTile.threads(), kSharedBytes, stream, a);
+    const unsigned blocks = Kernels::kPersistent
+                                ? std::min(tiles, static_cast<unsigned>(device.sms))
+                                : tiles * Kernels::kBlocks;
+    error = launch_kernel(Kernels::kMain, Kernels::kStartEarly, blocks, kTile.threads(),
+                          kSharedBytes, stream, a);
   }
   if (error == cudaSuccess && places > 0) {
     // Not early: it would wait for the main kernel, and profilers would count the wait as its time.

@@ -1,4 +1,5 @@
-// The producer: a thread that loads K and V once, then Q, dO and their statistics block by block.
+// The producer: a thread that loads K and V of a tile, then Q, dO and their statistics block by
+// block.
 #pragma once
 
 #include "kernels/sm90_backward/shared.cuh"
@@ -19,13 +20,18 @@ __device__ __forceinline__ void load_rows(void* shared, const TensorMap& tensor,
   }
 }
 
+// What the loads of all tiles so far used.
+struct LoadCounts {
+  int blocks = 0;  // of queries
+  int tiles = 0;   // that some query sees
+};
+
+// Loads a tile. One thread.
 template <class Config>
-__device__ __forceinline__ void produce(const BackwardArguments& a, BackwardShared<Config>& s) {
+__device__ __forceinline__ void load_tile(const BackwardArguments& a, BackwardShared<Config>& s,
+                                          const KeyTile& t, LoadCounts& counts) {
   using ptx::shared_address;
   constexpr int kBlockM = Config::kBlockM, kStatisticsBytes = 4 * kBlockM;
-  // Read again where they are needed: this thread has few registers.
-  const KeyTile& t = s.tile;
-
   const auto load_keys = [&](auto& buffer, const TensorMap& tensor, uint64_t& full) {
     ptx::mbarrier_arrive_expect_tx(shared_address(&full), Config::kKeyBytes);
     load_rows<Config>(buffer, tensor, shared_address(&full), ptx::CachePolicy::kEvictFirst,
@@ -40,15 +46,18 @@ __device__ __forceinline__ void produce(const BackwardArguments& a, BackwardShar
     ptx::bulk_load(shared_address(statistics), source, kStatisticsBytes, barrier);
   };
 
-  load_keys(s.k, a.k, s.k_full);
-  load_keys(s.v, a.v, s.v_full);
+  const Slot<kKeyStages> k_slot(counts.tiles);
+  const Slot<Config::kValueStages> v_slot(counts.tiles++);
+  ptx::mbarrier_wait(shared_address(&s.k_empty[k_slot.stage]), k_slot.parity ^ 1);
+  load_keys(s.k[k_slot.stage], a.k, s.k_full[k_slot.stage]);
+  ptx::mbarrier_wait(shared_address(&s.v_empty[v_slot.stage]), v_slot.parity ^ 1);
+  load_keys(s.v[v_slot.stage], a.v, s.v_full[v_slot.stage]);
   ptx::await_kernel_before();
-  int count = 0;
 #pragma unroll 1
   for (int head = t.head_kv * a.group; head < (t.head_kv + 1) * a.group; ++head) {
 #pragma unroll 1
     for (int block = t.begin; block < t.end; ++block) {
-      const Slot<Config::kStages> slot(count++);
+      const Slot<Config::kStages> slot(counts.blocks++);
       ptx::mbarrier_wait(shared_address(&s.empty[slot.stage]), slot.parity ^ 1);
       const float* statistics =
           a.statistics + (int64_t{head} * a.query_blocks + t.first_block + block) * (2 * kBlockM);
@@ -57,6 +66,21 @@ __device__ __forceinline__ void produce(const BackwardArguments& a, BackwardShar
       load_queries(s.dout[slot.stage], s.delta[slot.stage], a.dout, s.dout_full[slot.stage], head,
                    block, statistics + kBlockM);
     }
+  }
+}
+
+template <class Config>
+__device__ __forceinline__ void produce(const BackwardArguments& a, BackwardShared<Config>& s) {
+  LoadCounts counts;
+#pragma unroll 1
+  for (int n = 0;; ++n) {
+    const Slot<Config::kTileBuffers> slot(n);
+    const KeyTile& t = s.tile[slot.stage];
+    ptx::mbarrier_wait(ptx::shared_address(&s.tile_full[slot.stage]), slot.parity);
+    if (t.rows == 0) return;
+    load_tile<Config>(a, s, t, counts);
+    ptx::mbarrier_arrive(ptx::shared_address(&s.tile_wanted));
+    ptx::mbarrier_arrive(ptx::shared_address(&s.tile_empty[slot.stage]));
   }
 }
 

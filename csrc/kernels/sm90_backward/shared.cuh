@@ -24,6 +24,8 @@ struct BackwardConfig {
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kStages = kTile.stages;
+  static constexpr int kValueStages = kTile.value_stages();
+  static constexpr int kTileBuffers = 2;
   static constexpr int kConsumers = kTile.consumers();
   static constexpr int kThreads = kTile.threads();
   static constexpr int kTickets = kTile.tickets();  // of a block of queries
@@ -59,6 +61,11 @@ struct alignas(128) KeyTile {
   BlockRange consumer[2];  // full_begin, full_end: where all rows see all of a consumer's 64 keys
 };
 
+// The tile that the scheduler takes next: its number in the call, and in the thread block.
+struct NextTile {
+  int index, number;
+};
+
 // Barriers are named by the event that completes them.
 template <class Config>
 struct BackwardShared {
@@ -66,18 +73,22 @@ struct BackwardShared {
   static constexpr int kStages = Config::kStages;
   static constexpr int kTileElements = Config::kBlockN * Config::kHeadDim;
   static constexpr int kBlockElements = Config::kBlockM * Config::kHeadDim;
-  alignas(1024) Element k[kTileElements];
-  alignas(1024) Element v[kTileElements];  // at the end: dV and dK on the way out
+  alignas(1024) Element k[kKeyStages][kTileElements];
+  alignas(1024) Element v[Config::kValueStages][kTileElements];
   alignas(1024) Element q[kStages][kBlockElements];
   alignas(1024) Element dout[kStages][kBlockElements];
-  // dS [kBlockM, 64 keys] of each consumer.
+  // dS [kBlockM, 64 keys] of each consumer. At the end of a tile: dV and dK on the way out.
   alignas(1024) Element ds[2][Config::kConsumers][Config::kBlockM * 64];
   // Each consumer's part of dQ, on its way out.
   alignas(128) float dq[Config::kConsumers][Config::kPartFloats];
   alignas(128) float lse_log2[kStages][Config::kBlockM];
   alignas(128) float delta[kStages][Config::kBlockM];
-  KeyTile tile;
-  uint64_t k_full, v_full;
+  KeyTile tile[Config::kTileBuffers];
+  NextTile next;
+  uint64_t tile_full[Config::kTileBuffers], tile_empty[Config::kTileBuffers];
+  uint64_t tile_wanted;  // all loads of a tile have been issued
+  uint64_t k_full[kKeyStages], k_empty[kKeyStages];
+  uint64_t v_full[Config::kValueStages], v_empty[Config::kValueStages];
   uint64_t q_full[kStages];     // Q and lse_log2
   uint64_t dout_full[kStages];  // dO and delta
   uint64_t empty[kStages];      // all four
@@ -99,6 +110,7 @@ struct BackwardArguments {
   Divisor key_blocks;     // packed: of a key head, in the whole batch
   Divisor dense_queries;  // dense: blocks of queries in a sequence
   bool packed;
+  int tiles;  // of keys, in the whole call
   float* statistics;
   float* gradient;
   int* tickets;  // null unless deterministic

@@ -31,16 +31,6 @@ __device__ __forceinline__ void find_tile(const BackwardArguments& a, int index,
   }
 }
 
-// The number of this thread block's tile. Warp-converged.
-__device__ __forceinline__ int take_tile(const BackwardArguments& a) {
-  int index = blockIdx.x;
-  if (a.tickets != nullptr) {
-    if (ptx::lane() == 0) index = ptx::atomic_add(a.counter, 1);
-    index = __shfl_sync(0xffffffffu, index, 0);
-  }
-  return index;
-}
-
 // Describes tile number `index`: one lane for each consumer's blocks, one for the rest.
 // Warp-converged.
 template <class Config>

@@ -5,9 +5,10 @@
 // The last key block that a query sees adds first, the others in descending order: under a causal
 // mask a tile then starts at the block of queries where its turn is the first.
 //
-// Progress: tiles are taken from a counter, the last key blocks of a sequence first. A tile waits
-// only for tiles of later key blocks. Those were taken before, so they run or have ended, and
-// the one taken first waits for none.
+// Progress: tiles are taken from a counter, the last key blocks of a sequence first, and a thread
+// block works on its tiles in this order. A tile waits only for tiles of later key blocks, which
+// were taken before. So of all tiles that have been taken and have not ended, the first one runs
+// and waits for none.
 #pragma once
 
 #include "kernels/sm90_backward/shared.cuh"
