@@ -89,6 +89,7 @@ class BackwardConsumer {
   // Stores what a tile accumulated.
   __device__ __forceinline__ void finish_tile() {
     store_key_gradients<Config>(a, *tile, consumer, staging(), dk, dv);
+    if (a.whole_heads && ptx::uniform(tile->key_block) == 0) store_query_gradients();
     // Other warps write dS where this one staged.
     ptx::barrier_sync(1 + consumer, 128);
     release(s.tile_empty[Slot<Config::kTileBuffers>(tiles).stage]);
@@ -187,6 +188,32 @@ class BackwardConsumer {
     }
   }
 
+  // Whole heads: stores this consumer's part of the head's dQ.
+  // The next head's additions to the same place follow this warp's next arrival at dq_full.
+  __device__ __forceinline__ void store_query_gradients() {
+    const int blocks = a.dense_queries.divisor, all = a.group * blocks;
+    const int batch = ptx::uniform(tile->batch), length = ptx::uniform(tile->seqlen_q);
+    const int first_head = ptx::uniform(tile->head_kv) * a.group;
+    const float* const place = a.gradient + int64_t{ptx::block()} * all * Config::kGradientFloats;
+    const auto load = [&](int i, float (&x)[32]) {
+      load_query_part(x,
+                      query_part<Config>(place + int64_t{i} * Config::kGradientFloats, consumer));
+    };
+    const auto store = [&](int i, const float (&x)[32]) {
+      const int head = i / a.dense_queries, first = (i - head * blocks) * kBlockM;
+      const RowBlock b{{0, batch, length}, 0, first, min(kBlockM, length - first)};
+      store_query_part<Config>(a, x, b, first_head + head, consumer, staging());
+    };
+    wait(s.dq_done[consumer], heads++ & 1);
+#pragma unroll 1
+    for (int i = 0; i < all; ++i) {
+      float x[32];
+      load(i, x);
+      store(i, x);
+    }
+    ptx::fence_proxy_async_global();  // before TMA writes to the place again
+  }
+
   // 2 KB for each warp, on the way out: where dS of the next step comes. The last products that
   // read it are those of the step before last.
   __device__ __forceinline__ uint32_t staging() const {
@@ -253,6 +280,7 @@ class BackwardConsumer {
   const int consumer;  // of the thread block
   const KeyTile* tile;
   int tiles = 0;  // the number of `tile`
+  int heads = 0;  // whole heads: that were stored
   int step = 0;   // of all tiles
   int last = 0;   // the step after the last one of `tile`
   float dk[Config::kHeadDim / 2], dv[Config::kHeadDim / 2];

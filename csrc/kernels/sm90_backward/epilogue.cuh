@@ -63,4 +63,41 @@ __device__ __forceinline__ void store_key_gradients(const BackwardArguments& a, 
   store(dk, a.scale, p.dk, p.dk_stride, p.forward.head_dim);
 }
 
+// A lane's first four of a warp's 16 rows of consumer number `consumer`'s part of dQ of a block,
+// which begins at `gradient`.
+template <class Config>
+__device__ __forceinline__ const float4* query_part(const float* gradient, int consumer) {
+  const int thread = ptx::thread() % 128;
+  return reinterpret_cast<const float4*>(gradient + consumer * Config::kPartFloats +
+                                         thread / 32 * 1024 + thread % 32 * 4);
+}
+
+// Loads such rows from L2: TMA has added to them.
+__device__ __forceinline__ void load_query_part(float (&x)[32], const float4* part) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float4 value = __ldcg(part + i * 32);
+    x[4 * i] = value.x;
+    x[4 * i + 1] = value.y;
+    x[4 * i + 2] = value.z;
+    x[4 * i + 3] = value.w;
+  }
+}
+
+// Stores such rows as rows of dq. `b` is the block of queries.
+template <class Config>
+__device__ __forceinline__ void store_query_part(const BackwardArguments& a, const float (&x)[32],
+                                                 const RowBlock& b, int head, int consumer,
+                                                 uint32_t staging) {
+  using Element = typename Config::Element;
+  const int row = (Config::kSplitRows ? consumer * 64 : 0) + ptx::thread() / 32 % 4 * 16;
+  const int column = Config::kSplitRows ? 0 : consumer * 64;
+  if (row >= b.rows) return;
+  const Strides& stride = a.params.dq_stride;
+  Element* out = static_cast<Element*>(a.params.dq) + b.segment.batch * stride.batch +
+                 head * stride.head + (b.segment.row + b.first + row) * stride.row + column;
+  store_rows<Element>(x, a.scale, staging, out, stride.row, b.rows - row,
+                      a.params.forward.head_dim - column);
+}
+
 }  // namespace attnscope::sm90

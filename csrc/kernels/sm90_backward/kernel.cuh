@@ -1,8 +1,7 @@
 // Attention backward for Hopper (sm_90a).
 //
 // Problem   dq, dk, dv of out = softmax(mask(cap(q k^T scale))) v, see attn/params.h.
-// Roles     In warpgroup 0 one thread loads by TMA, one for each consumer adds dQ by TMA, and a
-// warp
+// Roles     In warpgroup 0 one thread loads by TMA, one for each consumer adds dQ by TMA, and a warp
 //           takes tiles. Warpgroups 1 and 2 consume: each owns 64 keys.
 // Pipeline  A thread block takes tiles of 128 keys one after the other, and loops over the query
 //           heads and query blocks that see them. S^T = K Q^T and dP^T = V dO^T give P^T and dS^T
@@ -42,6 +41,7 @@ __device__ __forceinline__ void init_barriers(BackwardShared<Config>& s) {
   for (uint64_t& barrier : s.ds_full) init(barrier, kWarps);
   for (uint64_t& barrier : s.dq_full) init(barrier, 4);
   for (uint64_t& barrier : s.dq_empty) init(barrier, 1);
+  for (uint64_t& barrier : s.dq_done) init(barrier, 1);
   ptx::fence_mbarrier_init();
 }
 

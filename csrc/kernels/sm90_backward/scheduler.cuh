@@ -32,6 +32,7 @@ __device__ __forceinline__ void schedule(const BackwardArguments& a, BackwardSha
   if (ptx::lane() == 0) {
     next.index = ordered ? ptx::atomic_add(a.counter, 1) : static_cast<int>(blockIdx.x);
     next.number = 0;
+    next.key_block = a.order.m_blocks - 1;
   }
   __syncwarp();
 #pragma unroll 1
@@ -41,7 +42,7 @@ __device__ __forceinline__ void schedule(const BackwardArguments& a, BackwardSha
     ptx::mbarrier_wait(ptx::shared_address(&s.tile_empty[slot.stage]), slot.parity ^ 1);
     const bool last = next.index >= a.tiles;
     if (!last) {
-      describe_tile<Config>(a, next.index, t);
+      describe_tile<Config>(a, next.index, next.key_block, t);
     } else if (ptx::lane() == 0) {
       t.rows = 0;
     }
@@ -62,8 +63,9 @@ __device__ __forceinline__ void schedule(const BackwardArguments& a, BackwardSha
                                            a.params.forward.head_dim_v);
       ptx::await_kernel_before();
     }
-    if (ptx::lane() == 0) {
+    if (ptx::lane() == 0 && (!a.whole_heads || --next.key_block < 0)) {
       next.index = ptx::atomic_add(a.counter, 1) + (ordered ? 0 : static_cast<int>(gridDim.x));
+      next.key_block = a.order.m_blocks - 1;
     }
     __syncwarp();
   }

@@ -61,9 +61,11 @@ struct alignas(128) KeyTile {
   BlockRange consumer[2];  // full_begin, full_end: where all rows see all of a consumer's 64 keys
 };
 
-// The tile that the scheduler takes next: its number in the call, and in the thread block.
+// The tile that the scheduler takes next: its number in the call (whole heads: the head's number),
+// and in the thread block.
 struct NextTile {
   int index, number;
+  int key_block;  // whole heads
 };
 
 // Barriers are named by the event that completes them.
@@ -77,7 +79,7 @@ struct BackwardShared {
   alignas(1024) Element v[Config::kValueStages][kTileElements];
   alignas(1024) Element q[kStages][kBlockElements];
   alignas(1024) Element dout[kStages][kBlockElements];
-  // dS [kBlockM, 64 keys] of each consumer. At the end of a tile: dV and dK on the way out.
+  // dS [kBlockM, 64 keys] of each consumer. At the end of a tile: dV, dK and dQ on the way out.
   alignas(1024) Element ds[2][Config::kConsumers][Config::kBlockM * 64];
   // Each consumer's part of dQ, on its way out.
   alignas(128) float dq[Config::kConsumers][Config::kPartFloats];
@@ -95,6 +97,7 @@ struct BackwardShared {
   uint64_t ds_full[2];
   uint64_t dq_full[Config::kConsumers];
   uint64_t dq_empty[Config::kConsumers];
+  uint64_t dq_done[Config::kConsumers];  // whole heads: all of a head's dQ is in global memory
 };
 
 struct BackwardArguments {
@@ -110,7 +113,8 @@ struct BackwardArguments {
   Divisor key_blocks;     // packed: of a key head, in the whole batch
   Divisor dense_queries;  // dense: blocks of queries in a sequence
   bool packed;
-  int tiles;  // of keys, in the whole call
+  bool whole_heads;  // see launch_row.cuh
+  int tiles;         // of keys, in the whole call; whole heads: key heads of the batch
   float* statistics;
   float* gradient;
   int* tickets;  // null unless deterministic

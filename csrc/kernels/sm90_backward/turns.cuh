@@ -28,15 +28,19 @@ __device__ __forceinline__ void await_turn(const BackwardArguments& a, const int
 
 template <class Config>
 struct Turns {
-  // Waits until all earlier key blocks have added to `part` of dQ, of a block of queries.
-  __device__ __forceinline__ static void await(const BackwardArguments& a, const KeyTile& t,
-                                               int part, int block) {
+  // How many key blocks add to a block of queries before tile `t` does.
+  __device__ __forceinline__ static int number(const BackwardArguments& a, const KeyTile& t,
+                                               int block) {
     const ForwardParams& p = a.params.forward;
     const Window window{t.seqlen_k - t.seqlen_q, p.window_left, p.window_right};
     const int last_row = min((block + 1) * Config::kBlockM, t.seqlen_q) - 1;
-    const int last_block = (window.end_key(last_row, t.seqlen_k) - 1) / Config::kBlockN;
-    const int turn = last_block - t.key_block;
-    await_turn(a, a.tickets + part, turn);
+    return (window.end_key(last_row, t.seqlen_k) - 1) / Config::kBlockN - t.key_block;
+  }
+
+  // Waits until all earlier key blocks have added to `part` of dQ, of a block of queries.
+  __device__ __forceinline__ static void await(const BackwardArguments& a, const KeyTile& t,
+                                               int part, int block) {
+    await_turn(a, a.tickets + part, number(a, t, block));
     ptx::fence_proxy_async_global();
   }
 

@@ -11,9 +11,12 @@ namespace attnscope::sm90 {
 template <class Config>
 __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardShared<Config>& s,
                                            const KeyTile& t, int consumer, int& count) {
-  // Numbers of the part, among those of all heads.
-  int part = (t.head_kv * a.group * a.query_blocks + t.first_block + t.begin) * Config::kConsumers +
-             consumer;
+  const uint32_t staged = ptx::shared_address(s.dq[consumer]);
+  // Numbers of the part, among those of all heads; whole heads: of the thread block's place.
+  const int blocks = a.whole_heads ? a.dense_queries.divisor : a.query_blocks;
+  const int first =
+      a.whole_heads ? blockIdx.x * a.group * blocks : t.head_kv * a.group * blocks + t.first_block;
+  int part = (first + t.begin) * Config::kConsumers + consumer;
   int added = -1;  // deterministic calls: the part whose turn has not been passed on yet
 #pragma unroll 1
   for (int head = 0; head < a.group; ++head) {
@@ -27,16 +30,29 @@ __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardS
         Turns<Config>::await(a, t, part, block);
       }
       ptx::mbarrier_wait(ptx::shared_address(&s.dq_full[consumer]), count++ & 1);
-      ptx::bulk_add(a.gradient + int64_t{part} * Config::kPartFloats,
-                    ptx::shared_address(s.dq[consumer]), Config::kPartFloats * 4);
+      float* gradient = a.gradient + int64_t{part} * Config::kPartFloats;
+      constexpr int kBytes = Config::kPartFloats * 4;
+      // Whole heads: after the operation before, which may have been on the same part. The first
+      // tile that sees the block stores: nobody needs to zero it before.
+      if (a.whole_heads) ptx::tma_store_wait<0>();
+      if (a.whole_heads && Turns<Config>::number(a, t, block) == 0) {
+        ptx::bulk_store(gradient, staged, kBytes);
+      } else {
+        ptx::bulk_add(gradient, staged, kBytes);
+      }
       ptx::tma_store_commit();
       ptx::tma_store_wait_read<0>();
       ptx::mbarrier_arrive(ptx::shared_address(&s.dq_empty[consumer]));
       part += Config::kConsumers;
     }
-    part += (a.query_blocks - (t.end - t.begin)) * Config::kConsumers;
+    part += (blocks - (t.end - t.begin)) * Config::kConsumers;
   }
   if (added >= 0) Turns<Config>::finish(a, added);
+  if (a.whole_heads && t.key_block == 0) {
+    ptx::tma_store_wait<0>();
+    ptx::fence_proxy_async_global();
+    ptx::mbarrier_arrive(ptx::shared_address(&s.dq_done[consumer]));
+  }
 }
 
 template <class Config>
