@@ -36,6 +36,13 @@ __device__ __forceinline__ int thread() {
   return thread;
 }
 
+// blockIdx.x, likewise.
+__device__ __forceinline__ int block() {
+  int block;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+  return block;
+}
+
 // Moves a warp-uniform value into a uniform register. Values computed from it (loop bounds,
 // descriptors) stay on the uniform datapath. PTX ISA 9.7.13.9, sm_80.
 __device__ __forceinline__ int uniform(int value) {

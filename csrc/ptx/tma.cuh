@@ -55,6 +55,13 @@ __device__ __forceinline__ void tma_store_5d(const void* map, uint32_t shared, i
       : "memory");
 }
 
+// Stores contiguous floats of shared memory; addresses and `bytes` are multiples of 16.
+__device__ __forceinline__ void bulk_store(float* global, uint32_t shared, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+               "r"(shared), "r"(bytes)
+               : "memory");
+}
+
 // Adds contiguous floats of shared memory to global memory; addresses and `bytes` are multiples of
 // 16. Each addition is atomic.
 __device__ __forceinline__ void bulk_add(float* global, uint32_t shared, int bytes) {

@@ -108,6 +108,19 @@ def test_more_tiles_than_sms(bf16_target):
     assert_gradients_match(bf16_target, *bf16_target.qkv(8, 517, 517, 8, 4), causal=True)
 
 
+@pytest.mark.parametrize("mask", ["full", "causal", "causal-softcap"])
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 1), (64, 2), (128, 1)])
+def test_short_heads_that_fill_the_card(bf16_target, head_dim, group, mask):
+    """Hopper: a thread block takes all tiles of a head and stores dq itself, in one order."""
+    heads = torch.cuda.get_device_properties(0).multi_processor_count
+    qkv = bf16_target.qkv(2, 200, 333, heads * group, heads, head_dim)
+    assert_gradients_match(bf16_target, *qkv, **MASKS[mask])
+    dout, dlse = upstream(bf16_target, qkv[0], qkv[2])
+    options = {**MASKS[mask], "dout": dout, "dlse": dlse, "deterministic": True}
+    first, second = (gradients(bf16_target, *qkv, **options) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 def packed_call(target: Target, lengths: list[tuple[int, int]], head_dim: int):
     """q, k, v, then the packing, of segments of these lengths and rows after the last."""
     bounds = [torch.tensor([0, *x]).cumsum(0).tolist() for x in zip(*lengths, strict=True)]

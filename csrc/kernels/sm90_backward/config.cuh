@@ -8,6 +8,8 @@
 
 namespace attnscope::sm90 {
 
+inline constexpr int kKeyStages = 2;  // buffers for K of a narrow tile and the next
+
 struct BackwardTile {
   int head_dim;  // rounded up; TMA fills smaller head dims with zeros
   int block_m;   // query rows of one step
@@ -25,11 +27,14 @@ struct BackwardTile {
   // Wide: buffers for dO, and for dS of both thread blocks. What fits.
   constexpr int dout_stages() const { return head_dim == 256 ? 1 : stages; }
   constexpr int score_stages() const { return head_dim == 256 ? 1 : 2; }
+  // Narrow: buffers for K and for V. What fits.
+  constexpr int value_stages() const { return head_dim == 64 ? 2 : 1; }
   // A thread block has K, V, Q, dO; dS; dQ on its way out; lse and delta; wide: half of the other
   // thread block's K, and P; the tile and barriers.
   constexpr int shared_bytes() const {
-    const int narrow = 4 * head_dim * (block_n + stages * block_m) + 4 * block_m * block_n +
-                       4 * 64 * 64 * consumers() + 8 * stages * block_m;
+    const int narrow =
+        2 * head_dim * ((kKeyStages + value_stages()) * block_n + 2 * stages * block_m) +
+        4 * block_m * block_n + 4 * 64 * 64 * consumers() + 8 * stages * block_m;
     const int wide_bytes = 2 * head_dim * 64 * (2 + stages + dout_stages()) +
                            score_stages() * 4 * 64 * 64 + 4 * 4 * 1024 + 8 * stages * block_m +
                            4 * 64 * 64 + 2 * 64 * 64;
@@ -44,7 +49,7 @@ inline constexpr int kWideRanks = 2;
 constexpr BackwardTile kBackwardTiles[] = {
     {64, 128, 128, 2, false,
      "fewest reads of shared memory; S, dP, dK, dV take 192 registers, so P in fp32 would spill"},
-    {128, 64, 128, 3, true, "dK and dV take 128 registers, which leaves room for 64 rows"},
+    {128, 64, 128, 2, true, "dK and dV take 128 registers, which leaves room for 64 rows"},
     {192, 64, 64 * kWideRanks, 2, false, "as head dim 256"},
     {256, 64, 64 * kWideRanks, 2, false,
      "S, dP in separate warpgroups read the fewest bytes of shared memory; two thread blocks share "

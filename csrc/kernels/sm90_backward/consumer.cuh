@@ -21,89 +21,110 @@ class BackwardConsumer {
       : a(a), s(s), consumer(ptx::uniform(threadIdx.x / 128 - 1)) {}
 
   __device__ __forceinline__ void run() {
-    const KeyTile& t = s.tile;
-    begin = ptx::uniform(t.begin);
-    end = ptx::uniform(t.end);
-    full_begin = ptx::uniform(t.consumer[consumer].full_begin);
-    full_end = ptx::uniform(t.consumer[consumer].full_end);
-    block = begin;
-    const int seqlen_q = ptx::uniform(t.seqlen_q);
-    ragged_block = a.packed && seqlen_q % kBlockM != 0 ? seqlen_q / kBlockM : -1;
-    const int steps = max(end - begin, 0) * a.group;
-#pragma unroll
-    for (int i = 0; i < Config::kHeadDim / 2; ++i) dk[i] = dv[i] = 0.0f;
-    if (steps > 0) {
+    for (; take_tile(); ++tiles) {
       prepare_keys();
-      run_steps(steps);
-      ptx::wgmma_wait<0>();
-      ptx::pin_registers(dk);
-      ptx::pin_registers(dv);
+      clear_gradients();
+      run_steps();
+      finish_tile();
     }
-    store_key_gradients<Config>(a, s, consumer, dk, dv);
   }
 
  private:
   using Ring = Slot<Config::kStages>;
+  using KeyRing = Slot<kKeyStages>;
+  using ValueRing = Slot<Config::kValueStages>;
   static constexpr int kBlockM = Config::kBlockM;
   using Scores = float[kBlockM / 2];
   using Packed = uint32_t[kBlockM / 4];
 
-  // dQ(i) runs beside the exponentials of step i + 1, dV(i) beside dS(i). In flight, in the order
-  // of issue: dP(i), dV(i), dK(i), S(i + 1), dQ(i). Each turn of the loop begins with only dQ in
-  // flight: the compiler serialises products whose A operand in registers lives across turns.
-  __device__ __forceinline__ void run_steps(int steps) {
-    Scores p;
-    float dq[32];
-    await_queries(Ring(0));
-    issue_scores<Config>(p, keys(s.k), queries(s.q, Ring(0)));
-    ptx::wgmma_wait<0>();
-    ptx::pin_registers(p);
+  __device__ __forceinline__ void clear_gradients() {
+#pragma unroll
+    for (int i = 0; i < Config::kHeadDim / 2; ++i) dk[i] = dv[i] = 0.0f;
+  }
+
+  // The steps of a tile. In flight at once: S(i), dP(i); then dV(i), dQ(i), dK(i). P(i) is computed
+  // beside dP(i), and dQ(i) is staged beside dK(i). A fence waits for this thread's writes to
+  // shared memory: it comes after a product that does not need it, and takes less of the time.
+  __device__ __forceinline__ void run_steps() {
 #pragma unroll 1
-    for (int i = 0; i < steps; ++i) {
-      const Ring slot(i), next(i + 1);
-      Scores dp;
+    for (; step < last; ++step) {
+      const Ring slot(step);
+      Scores p, dp;
       Packed packed_p, packed_ds;
-      probabilities(slot, p, packed_p);
-      await_dout(slot, i == 0);
-      ptx::wgmma_wait<0>();
-      ptx::pin_registers(dq);
-      if (i > 0) stage_query_gradient(dq, i - 1);
-      issue_scores<Config>(dp, keys(s.v), queries(s.dout, slot));
-      issue_key_gradient<Config>(dv, packed_p, queries(s.dout, slot));
-      ptx::wgmma_wait<1>();
-      ptx::pin_registers(dp);
-      score_gradients(slot, i, p, packed_p, dp, packed_ds);
-      inject(Fault::kRelease, 2 * i);
-      issue_key_gradient<Config>(dk, packed_ds, queries(s.q, slot));
-      advance_block();
-      ptx::wgmma_wait<1>();  // for dV: frees the registers of P
-      // After the last step there is no S: the product then reads whatever is in the buffer, and
-      // its result is not used. A branch around the product would serialise the others.
-      if (i + 1 < steps) await_queries(next);
-      issue_scores<Config>(p, keys(s.k), queries(s.q, next));
-      ptx::wgmma_wait<1>();  // for dK: frees the registers of dS
-      release(s.empty[slot.stage]);
-      await_scores(i);
-      inject(Fault::kRelease, 2 * i + 1);
-      issue_query_gradient<Config>(dq, scores(i), key_columns());
+      float dq[32];
+      await_queries(slot);
+      issue_scores<Config>(p, key_rows(), queries(s.q, slot));
+      await_dout(slot);
+      issue_scores<Config>(dp, value_rows(), queries(s.dout, slot));
+      ColumnPairs<kBlockM / 8> lse(s.lse_log2[slot.stage]);
       ptx::wgmma_wait<1>();
       ptx::pin_registers(p);
+      probabilities(p, packed_p, lse);
+      ColumnPairs<kBlockM / 8> delta(s.delta[slot.stage]);
+      ptx::wgmma_wait<0>();
+      ptx::pin_registers(dp);
+      release_if(s.v_empty[ValueRing(tiles).stage], step + 1 == last);
+      score_gradients(p, packed_p, dp, packed_ds, delta);
+      store_scores<Config>(ptx::shared_address(s.ds[buffer()][consumer]), packed_ds);
+      issue_key_gradient<Config>(dv, packed_p, queries(s.dout, slot));
+      ptx::fence_proxy_async();
+      inject(Fault::kScores, 2 * step);
+      release(s.ds_full[step & 1]);
+      wait(s.ds_full[step & 1], step >> 1 & 1);
+      issue_query_gradient<Config>(dq, scores(), key_columns());
+      issue_key_gradient<Config>(dk, packed_ds, queries(s.q, slot));
+      advance_block();
+      ptx::wgmma_wait<1>();
+      ptx::pin_registers(dq);
+      stage_query_gradient(dq);
+      ptx::wgmma_wait<0>();
+      inject(Fault::kRelease, step);
+      release(s.empty[slot.stage]);
+      ptx::fence_proxy_async();
+      inject(Fault::kScores, 2 * step + 1);
+      release(s.dq_full[consumer]);
     }
-    ptx::wgmma_wait<0>();
-    ptx::pin_registers(dq);
-    stage_query_gradient(dq, steps - 1);
-    ptx::fence_proxy_async();
-    pass_query_gradient(steps - 1);
+    ptx::pin_registers(dk);
+    ptx::pin_registers(dv);
+    release(s.k_empty[KeyRing(tiles).stage]);
+  }
+
+  // Stores what a tile accumulated.
+  __device__ __forceinline__ void finish_tile() {
+    store_key_gradients<Config>(a, *tile, consumer, staging(), dk, dv);
+    if (a.whole_heads && ptx::uniform(tile->key_block) == 0) store_query_gradients();
+    // Other warps write dS where this one staged.
+    ptx::barrier_sync(1 + consumer, 128);
+    inject(Fault::kReleaseTile, tiles);
+    release(s.tile_empty[Slot<Config::kTileBuffers>(tiles).stage]);
+  }
+
+  // Reads tile number `tiles`. False if there is none.
+  __device__ __forceinline__ bool take_tile() {
+    const Slot<Config::kTileBuffers> slot(tiles);
+    wait(s.tile_full[slot.stage], slot.parity);
+    tile = &s.tile[slot.stage];
+    begin = ptx::uniform(tile->begin);
+    end = ptx::uniform(tile->end);
+    full_begin = ptx::uniform(tile->consumer[consumer].full_begin);
+    full_end = ptx::uniform(tile->consumer[consumer].full_end);
+    block = begin;
+    const int seqlen_q = ptx::uniform(tile->seqlen_q);
+    ragged_block = a.packed && seqlen_q % kBlockM != 0 ? seqlen_q / kBlockM : -1;
+    last += (end - begin) * a.group;
+    return ptx::uniform(tile->rows) != 0;
   }
 
   // K, and V before its first use. Rows past the end of a packed sequence are the next one's: they
   // meet a dS of 0, but may hold NaN. TMA fills rows past the end of a tensor with zeros.
   __device__ __forceinline__ void prepare_keys() {
-    wait(s.k_full, 0);
-    if (a.packed && s.tile.rows < Config::kBlockN) {
-      wait(s.v_full, 0);
-      clear_rows<Config::kBlockN>(s.k, s.tile.rows);
-      clear_rows<Config::kBlockN>(s.v, s.tile.rows);
+    const KeyRing k_slot(tiles);
+    const ValueRing v_slot(tiles);
+    wait(s.k_full[k_slot.stage], k_slot.parity);
+    if (a.packed && tile->rows < Config::kBlockN) {
+      wait(s.v_full[v_slot.stage], v_slot.parity);
+      clear_rows<Config::kBlockN>(s.k[k_slot.stage], tile->rows);
+      clear_rows<Config::kBlockN>(s.v[v_slot.stage], tile->rows);
     }
   }
 
@@ -112,8 +133,9 @@ class BackwardConsumer {
     if (block == ragged_block) clear_rows<kBlockM>(s.q[slot.stage], ragged_rows());
   }
 
-  __device__ __forceinline__ void await_dout(const Ring& slot, bool first) {
-    if (first) wait(s.v_full, 0);
+  __device__ __forceinline__ void await_dout(const Ring& slot) {
+    const ValueRing v_slot(tiles);
+    wait(s.v_full[v_slot.stage], v_slot.parity);
     wait(s.dout_full[slot.stage], slot.parity);
     if (block == ragged_block) clear_rows<kBlockM>(s.dout[slot.stage], ragged_rows());
   }
@@ -134,41 +156,34 @@ class BackwardConsumer {
     ptx::barrier_sync(1 + consumer, 128);
   }
 
-  __device__ __forceinline__ void probabilities(const Ring& slot, Scores& p, Packed& packed) {
+  __device__ __forceinline__ void probabilities(Scores& p, Packed& packed,
+                                                ColumnPairs<kBlockM / 8>& lse) {
     if (__builtin_expect(a.scores.transform, false)) transform_scores<false>(p, a.scores);
     if (__builtin_expect(is_boundary(), false)) {
-      const KeyTile& t = s.tile;
+      const KeyTile& t = *tile;
       const ForwardParams& f = a.params.forward;
       const int key =
           t.first_key + threadIdx.x / 32 % 4 * 16 + consumer * 64 + threadIdx.x % 32 / 4;
       mask_keys<Config>(p, {t.seqlen_q - t.seqlen_k, f.window_right, f.window_left}, key,
                         block * kBlockM, t.seqlen_q, t.seqlen_k);
     }
-    make_probabilities<Config>(a, p, packed, s.lse_log2[slot.stage]);
+    make_probabilities<Config>(a, p, packed, lse);
   }
 
-  // dS in registers for dK, in shared memory for dQ.
-  __device__ __forceinline__ void score_gradients(const Ring& slot, int i, const Scores& p,
-                                                  const Packed& packed_p, const Scores& dp,
-                                                  Packed& packed) {
+  __device__ __forceinline__ void score_gradients(const Scores& p, const Packed& packed_p,
+                                                  const Scores& dp, Packed& packed,
+                                                  ColumnPairs<kBlockM / 8>& delta) {
     if (__builtin_expect(is_boundary(), false)) {
-      make_score_gradients<Config, true>(p, packed_p, dp, packed, s.delta[slot.stage]);
+      make_score_gradients<Config, true>(p, packed_p, dp, packed, delta);
     } else {
-      make_score_gradients<Config, false>(p, packed_p, dp, packed, s.delta[slot.stage]);
+      make_score_gradients<Config, false>(p, packed_p, dp, packed, delta);
     }
-    store_scores<Config>(ptx::shared_address(s.ds[buffer(i)][consumer]), packed);
-    ptx::fence_proxy_async();
-    inject(Fault::kScores, i);
-    release(s.ds_full[i & 1]);
-    pass_query_gradient(i - 1);
   }
 
-  __device__ __forceinline__ void await_scores(int i) const { wait(s.ds_full[i & 1], i >> 1 & 1); }
-
-  // Puts this consumer's part of dQ(i) into shared memory: 4 KB a warp, see kernel.cuh.
-  __device__ __forceinline__ void stage_query_gradient(const float (&dq)[32], int i) {
+  // Puts this consumer's part of dQ into shared memory: 4 KB a warp, see kernel.cuh.
+  __device__ __forceinline__ void stage_query_gradient(const float (&dq)[32]) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    wait(s.dq_empty[consumer], i & 1 ^ 1);
+    wait(s.dq_empty[consumer], step & 1 ^ 1);
     const uint32_t address = ptx::shared_address(s.dq[consumer]) + warp * 4096 + lane * 16;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -177,11 +192,36 @@ class BackwardConsumer {
     }
   }
 
-  // Passes dQ(i), if there is one, to the writer. After a proxy fence.
-  __device__ __forceinline__ void pass_query_gradient(int i) {
-    __syncwarp();
-    ptx::mbarrier_arrive_if(ptx::shared_address(&s.dq_full[consumer]),
-                            threadIdx.x % 32 == 0 && i >= 0);
+  // Whole heads: stores this consumer's part of the head's dQ.
+  // The next head's additions to the same place follow this warp's next arrival at dq_full.
+  __device__ __forceinline__ void store_query_gradients() {
+    const int blocks = a.dense_queries.divisor, all = a.group * blocks;
+    const int batch = ptx::uniform(tile->batch), length = ptx::uniform(tile->seqlen_q);
+    const int first_head = ptx::uniform(tile->head_kv) * a.group;
+    const float* const place = a.gradient + int64_t{ptx::block()} * all * Config::kGradientFloats;
+    const auto load = [&](int i, float (&x)[32]) {
+      load_query_part(x,
+                      query_part<Config>(place + int64_t{i} * Config::kGradientFloats, consumer));
+    };
+    const auto store = [&](int i, const float (&x)[32]) {
+      const int head = i / a.dense_queries, first = (i - head * blocks) * kBlockM;
+      const RowBlock b{{0, batch, length}, 0, first, min(kBlockM, length - first)};
+      store_query_part<Config>(a, x, b, first_head + head, consumer, staging());
+    };
+    wait(s.dq_done[consumer], heads++ & 1);
+#pragma unroll 1
+    for (int i = 0; i < all; ++i) {
+      float x[32];
+      load(i, x);
+      store(i, x);
+    }
+    ptx::fence_proxy_async_global();  // before TMA writes to the place again
+  }
+
+  // 2 KB for each warp, on the way out: where dS of the next step comes. The last products that
+  // read it are those of the step before last.
+  __device__ __forceinline__ uint32_t staging() const {
+    return ptx::shared_address(s.ds[step & 1][consumer]) + threadIdx.x / 32 % 4 * 2048;
   }
 
   __device__ __forceinline__ bool is_boundary() const {
@@ -191,7 +231,7 @@ class BackwardConsumer {
     ++block;
     if (block == end) block = begin;
   }
-  __device__ __forceinline__ int ragged_rows() const { return s.tile.seqlen_q % kBlockM; }
+  __device__ __forceinline__ int ragged_rows() const { return tile->seqlen_q % kBlockM; }
 
   __device__ __forceinline__ static void wait(uint64_t& barrier, int parity) {
     ptx::mbarrier_wait(ptx::shared_address(&barrier), parity);
@@ -204,15 +244,28 @@ class BackwardConsumer {
                             kEveryLaneArrives || threadIdx.x % 32 == 0);
   }
 
-  // This consumer's 64 rows of K or V.
-  __device__ __forceinline__ ptx::WgmmaDescriptor keys(const typename Config::Element* tile) const {
-    return {ptx::shared_address(tile) + consumer * 64 * Config::kRowBytes, 16};
+  __device__ __forceinline__ static void release_if(uint64_t& barrier, bool condition) {
+    __syncwarp();
+    ptx::mbarrier_arrive_if(ptx::shared_address(&barrier),
+                            (kEveryLaneArrives || threadIdx.x % 32 == 0) && condition);
+  }
+
+  // This consumer's 64 rows of K and of V.
+  __device__ __forceinline__ ptx::WgmmaDescriptor key_rows() const {
+    return {ptx::shared_address(s.k) + KeyRing(tiles).stage * Config::kKeyBytes +
+                consumer * 64 * Config::kRowBytes,
+            16};
+  }
+  __device__ __forceinline__ ptx::WgmmaDescriptor value_rows() const {
+    return {ptx::shared_address(s.v) + ValueRing(tiles).stage * Config::kKeyBytes +
+                consumer * 64 * Config::kRowBytes,
+            16};
   }
   // The columns of K for this consumer's part of dQ.
   __device__ __forceinline__ ptx::WgmmaDescriptor key_columns() const {
     constexpr int kColumns = Config::kBlockN * Config::kRowBytes;
     const int first = Config::kSplitRows ? 0 : consumer * kColumns;
-    return {ptx::shared_address(s.k) + first, kColumns};
+    return {ptx::shared_address(s.k) + KeyRing(tiles).stage * Config::kKeyBytes + first, kColumns};
   }
   template <class Buffers>
   __device__ __forceinline__ ptx::WgmmaDescriptor queries(const Buffers& ring,
@@ -220,19 +273,23 @@ class BackwardConsumer {
     return {ptx::shared_address(ring) + slot.stage * Config::kQueryBytes,
             kBlockM * Config::kRowBytes};
   }
-  // The buffer of dS of a step.
-  __device__ __forceinline__ static int buffer(int i) { return kGuardedRing ? i & 1 : 0; }
   // The rows of dS for this consumer's part of dQ.
-  __device__ __forceinline__ ptx::WgmmaDescriptor scores(int i) const {
+  __device__ __forceinline__ ptx::WgmmaDescriptor scores() const {
     const int first = Config::kSplitRows ? consumer * 64 * Config::kRowBytes : 0;
-    return {
-        ptx::shared_address(s.ds) + buffer(i) * Config::kConsumers * Config::kScoreBytes + first,
-        16};
+    return {ptx::shared_address(s.ds) + buffer() * Config::kConsumers * Config::kScoreBytes + first,
+            16};
   }
+  // The buffer of dS of the step.
+  __device__ __forceinline__ int buffer() const { return kGuardedRing ? step & 1 : 0; }
 
   const BackwardArguments& a;
   BackwardShared<Config>& s;
   const int consumer;  // of the thread block
+  const KeyTile* tile;
+  int tiles = 0;  // the number of `tile`
+  int heads = 0;  // whole heads: that were stored
+  int step = 0;   // of all tiles
+  int last = 0;   // the step after the last one of `tile`
   float dk[Config::kHeadDim / 2], dv[Config::kHeadDim / 2];
   int begin, end, full_begin, full_end;  // blocks of queries, see KeyTile
   int block;                             // of the step

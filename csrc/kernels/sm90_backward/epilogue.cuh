@@ -41,30 +41,63 @@ __device__ __forceinline__ void store_rows(const float* x, float factor, uint32_
   __syncwarp();
 }
 
-// Stores a consumer's dV and dK. Its own rows of V, which no other consumer reads, are the way out.
+// Stores a consumer's dV and dK of tile `t`, by way of 2 KB for each warp at `staging`.
 template <class Config>
-__device__ __forceinline__ void store_key_gradients(const BackwardArguments& a,
-                                                    BackwardShared<Config>& s, int consumer,
+__device__ __forceinline__ void store_key_gradients(const BackwardArguments& a, const KeyTile& t,
+                                                    int consumer, uint32_t staging,
                                                     const float (&dk)[Config::kHeadDim / 2],
                                                     const float (&dv)[Config::kHeadDim / 2]) {
   using Element = typename Config::Element;
   const BackwardParams& p = a.params;
-  const KeyTile& t = s.tile;
   const int first = consumer * 64 + threadIdx.x / 32 % 4 * 16;
-  ptx::barrier_sync(1 + consumer, 128);  // after the last product of each warp
   const auto store = [&](const float* x, float factor, void* data, const Strides& stride, int dim) {
     Element* out = static_cast<Element*>(data) + t.batch * stride.batch +
                    int64_t{t.k_row + first} * stride.row + t.head_kv * stride.head;
 #pragma unroll
     for (int block = 0; block < Config::kHeadDim / 64; ++block) {
-      store_rows<Element>(
-          x + 32 * block, factor,
-          ptx::shared_address(s.v) + (block * Config::kBlockN + first) * Config::kRowBytes,
-          out + block * 64, stride.row, t.rows - first, dim - block * 64);
+      store_rows<Element>(x + 32 * block, factor, staging, out + block * 64, stride.row,
+                          t.rows - first, dim - block * 64);
     }
   };
   store(dv, 1.0f, p.dv, p.dv_stride, p.forward.head_dim_v);
   store(dk, a.scale, p.dk, p.dk_stride, p.forward.head_dim);
+}
+
+// A lane's first four of a warp's 16 rows of consumer number `consumer`'s part of dQ of a block,
+// which begins at `gradient`.
+template <class Config>
+__device__ __forceinline__ const float4* query_part(const float* gradient, int consumer) {
+  const int thread = ptx::thread() % 128;
+  return reinterpret_cast<const float4*>(gradient + consumer * Config::kPartFloats +
+                                         thread / 32 * 1024 + thread % 32 * 4);
+}
+
+// Loads such rows from L2: TMA has added to them.
+__device__ __forceinline__ void load_query_part(float (&x)[32], const float4* part) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float4 value = __ldcg(part + i * 32);
+    x[4 * i] = value.x;
+    x[4 * i + 1] = value.y;
+    x[4 * i + 2] = value.z;
+    x[4 * i + 3] = value.w;
+  }
+}
+
+// Stores such rows as rows of dq. `b` is the block of queries.
+template <class Config>
+__device__ __forceinline__ void store_query_part(const BackwardArguments& a, const float (&x)[32],
+                                                 const RowBlock& b, int head, int consumer,
+                                                 uint32_t staging) {
+  using Element = typename Config::Element;
+  const int row = (Config::kSplitRows ? consumer * 64 : 0) + ptx::thread() / 32 % 4 * 16;
+  const int column = Config::kSplitRows ? 0 : consumer * 64;
+  if (row >= b.rows) return;
+  const Strides& stride = a.params.dq_stride;
+  Element* out = static_cast<Element*>(a.params.dq) + b.segment.batch * stride.batch +
+                 head * stride.head + (b.segment.row + b.first + row) * stride.row + column;
+  store_rows<Element>(x, a.scale, staging, out, stride.row, b.rows - row,
+                      a.params.forward.head_dim - column);
 }
 
 }  // namespace attnscope::sm90

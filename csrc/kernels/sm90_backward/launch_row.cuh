@@ -56,8 +56,26 @@ inline cudaError_t launch_kernel(void (*kernel)(BackwardArguments), bool early, 
   return cudaLaunchKernelEx(&config, kernel, a);
 }
 
-// Launches the kernels of `Kernels`: kMain with kBlocks thread blocks for each tile of keys, kPost
-// with kPostThreads threads for each block of queries; see launch.cu.
+// Whether a thread block takes all tiles of a key head, and stores the head's dQ itself. dQ in fp32
+// then lies in a place of the thread block and stays in L2: it needs no zeroes, no turns and no
+// postprocess. The places must fit in L2, the heads must fill the card evenly, and every query must
+// see a key. Q and dO are read again for each tile, from DRAM where they do not fit.
+inline bool takes_whole_heads(const ForwardParams& p, const BackwardTile& t, int sms) {
+  constexpr int64_t kL2Share = 18 << 20;  // with 36 MB, Q and dO no longer fit beside it
+  if (p.packed() || p.seqlen_q == 0 || p.window_left >= 0) return false;
+  const int first_rows = std::min(t.block_m, p.seqlen_q);
+  if (p.window_right >= 0 && first_rows + p.seqlen_k - p.seqlen_q + p.window_right <= 0) {
+    return false;
+  }
+  const int64_t rows = int64_t{ceil_div(p.seqlen_q, t.block_m)} * t.block_m;
+  if (sms * rows * (p.heads_q / p.heads_kv) * t.head_dim * 4 > kL2Share) return false;
+  const int64_t heads = int64_t{p.batch} * p.heads_kv, turns = (heads + sms - 1) / sms;
+  return heads * 10 >= turns * sms * 9;
+}
+
+// Launches the kernels of `Kernels`: kMain with kBlocks thread blocks for each tile of keys, or if
+// kPersistent one for each SM; kPost with kPostThreads threads for each block of queries. See
+// launch.cu.
 template <class Kernels>
 cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cudaStream_t stream) {
   using Config = typename Kernels::Config;
@@ -109,13 +127,19 @@ cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cuda
   const bool empty = p.batch == 0;
   const auto places = static_cast<unsigned>(empty ? 0 : query_places(p, kTile));
   const auto tiles = static_cast<unsigned>(empty || p.total_k == 0 ? 0 : key_tiles(p, kTile));
+  a.whole_heads = Kernels::kPersistent && tiles > 0 && takes_whole_heads(p, kTile, device.sms);
+  if (a.whole_heads) a.tickets = nullptr;
+  a.tiles = a.whole_heads ? p.batch * p.heads_kv : static_cast<int>(tiles);
   backward_preprocess_kernel<Config><<<std::max(places, 1u), kPreprocessThreads, 0, stream>>>(a);
   cudaError_t error = cudaGetLastError();
   if (error == cudaSuccess && tiles > 0) {
-    error = launch_kernel(Kernels::kMain, Kernels::kStartEarly, tiles * Kernels::kBlocks,
-                          kTile.threads(), kSharedBytes, stream, a);
+    const unsigned blocks = Kernels::kPersistent
+                                ? static_cast<unsigned>(std::min(a.tiles, device.sms))
+                                : tiles * Kernels::kBlocks;
+    error = launch_kernel(Kernels::kMain, Kernels::kStartEarly, blocks, kTile.threads(),
+                          kSharedBytes, stream, a);
   }
-  if (error == cudaSuccess && places > 0) {
+  if (error == cudaSuccess && places > 0 && !a.whole_heads) {
     // Not early: it would wait for the main kernel, and profilers would count the wait as its time.
     error = launch_kernel(Kernels::kPost, false, places, Kernels::kPostThreads, 0, stream, a);
   }

@@ -70,9 +70,11 @@ __global__ void __launch_bounds__(kPreprocessThreads)
   if (b.rows <= 0) return;
 
   auto* gradient = reinterpret_cast<float4*>(a.gradient + int64_t{place} * Config::kGradientFloats);
+  if (!a.whole_heads) {
 #pragma unroll
-  for (int i = 0; i < Config::kGradientFloats / 4 / kPreprocessThreads; ++i) {
-    gradient[i * kPreprocessThreads + thread] = float4{};
+    for (int i = 0; i < Config::kGradientFloats / 4 / kPreprocessThreads; ++i) {
+      gradient[i * kPreprocessThreads + thread] = float4{};
+    }
   }
   if (a.tickets != nullptr && thread < Config::kTickets) {
     a.tickets[int64_t{place} * Config::kTickets + thread] = 0;

@@ -1,4 +1,5 @@
-// The producer: a thread that loads K and V once, then Q, dO and their statistics block by block.
+// The producer: a thread that loads K and V of a tile, then Q, dO and their statistics block by
+// block.
 #pragma once
 
 #include "kernels/sm90_backward/late_load.cuh"
@@ -21,10 +22,11 @@ __device__ __forceinline__ void load_rows(void* shared, const TensorMap& tensor,
 }
 
 #ifdef ATTNSCOPE_FAULTS
+// The tile is still described: its consumers wait for this copy before they release it.
 template <class Config>
 __device__ __forceinline__ void issue_late_load(const BackwardArguments& a,
                                                 BackwardShared<Config>& s, const LateLoad& copy) {
-  const KeyTile& t = s.tile;
+  const KeyTile& t = s.tile[copy.tile];
   const int stage = copy.stage;
   const auto load_keys = [&](auto& buffer, const TensorMap& tensor, uint64_t& full) {
     load_rows<Config>(buffer, tensor, ptx::shared_address(&full), ptx::CachePolicy::kEvictFirst,
@@ -40,8 +42,8 @@ __device__ __forceinline__ void issue_late_load(const BackwardArguments& a,
   const float* statistics =
       a.statistics +
       (int64_t{copy.head} * a.query_blocks + t.first_block + copy.block) * (2 * Config::kBlockM);
-  if (copy.operand == Operand::kK) load_keys(s.k, a.k, s.k_full);
-  if (copy.operand == Operand::kV) load_keys(s.v, a.v, s.v_full);
+  if (copy.operand == Operand::kK) load_keys(s.k[stage], a.k, s.k_full[stage]);
+  if (copy.operand == Operand::kV) load_keys(s.v[stage], a.v, s.v_full[stage]);
   if (copy.operand == Operand::kQ) {
     load_queries(s.q[stage], s.lse_log2[stage], a.q, s.q_full[stage], statistics);
   }
@@ -52,51 +54,73 @@ __device__ __forceinline__ void issue_late_load(const BackwardArguments& a,
 }
 #endif
 
+// What the loads of all tiles so far used.
+struct LoadCounts {
+  int blocks = 0;  // of queries
+  int tiles = 0;   // that some query sees
+};
+
+// Loads a tile. One thread.
 template <class Config>
-__device__ __forceinline__ void produce(const BackwardArguments& a, BackwardShared<Config>& s) {
+__device__ __forceinline__ void load_tile(const BackwardArguments& a, BackwardShared<Config>& s,
+                                          int tile, LoadCounts& counts) {
   using ptx::shared_address;
   constexpr int kBlockM = Config::kBlockM, kStatisticsBytes = 4 * kBlockM;
-  // Read again where they are needed: this thread has few registers.
-  const KeyTile& t = s.tile;
-
-  const auto load_keys = [&](auto& buffer, const TensorMap& tensor, uint64_t& full,
+  const KeyTile& t = s.tile[tile];
+  const auto load_keys = [&](auto& buffer, const TensorMap& tensor, uint64_t& full, int stage,
                              Operand operand) {
-    inject(Fault::kCopy, static_cast<int>(operand));
+    inject(Fault::kCopy, 4 * counts.tiles + static_cast<int>(operand));
     ptx::mbarrier_arrive_expect_tx(shared_address(&full), Config::kKeyBytes);
-    if (is_late(s, operand, 0, 0, 0, 0)) return;
+    if (is_late(s, operand, counts.tiles, stage, 0, 0, tile)) return;
     load_rows<Config>(buffer, tensor, shared_address(&full), ptx::CachePolicy::kEvictFirst,
                       Config::kBlockN, t.k_row, t.head_kv, t.batch);
   };
-  int count = 0;  // of blocks, with the one being loaded
   const auto load_queries = [&](auto& buffer, auto& statistics, const TensorMap& tensor,
-                                uint64_t& full, int head, int block, const float* source,
+                                uint64_t& full, int stage, int head, int block, const float* source,
                                 Operand operand) {
     const uint32_t barrier = shared_address(&full);
-    inject(Fault::kCopy, 4 * count + static_cast<int>(operand));
+    inject(Fault::kCopy, 4 * counts.blocks + static_cast<int>(operand));
     ptx::mbarrier_arrive_expect_tx(barrier, Config::kQueryBytes + kStatisticsBytes);
-    const int stage = (count - 1) % Config::kStages;
-    if (is_late(s, operand, count, stage, head, block)) return;
+    if (is_late(s, operand, counts.blocks, stage, head, block, tile)) return;
     load_rows<Config>(buffer, tensor, barrier, ptx::CachePolicy::kEvictLast, kBlockM,
                       t.q_row + block * kBlockM, head, t.batch);
     ptx::bulk_load(shared_address(statistics), source, kStatisticsBytes, barrier);
   };
 
-  load_keys(s.k, a.k, s.k_full, Operand::kK);
-  load_keys(s.v, a.v, s.v_full, Operand::kV);
+  const Slot<kKeyStages> k_slot(counts.tiles);
+  const Slot<Config::kValueStages> v_slot(counts.tiles++);
+  ptx::mbarrier_wait(shared_address(&s.k_empty[k_slot.stage]), k_slot.parity ^ 1);
+  load_keys(s.k[k_slot.stage], a.k, s.k_full[k_slot.stage], k_slot.stage, Operand::kK);
+  ptx::mbarrier_wait(shared_address(&s.v_empty[v_slot.stage]), v_slot.parity ^ 1);
+  load_keys(s.v[v_slot.stage], a.v, s.v_full[v_slot.stage], v_slot.stage, Operand::kV);
   ptx::await_kernel_before();
 #pragma unroll 1
   for (int head = t.head_kv * a.group; head < (t.head_kv + 1) * a.group; ++head) {
 #pragma unroll 1
     for (int block = t.begin; block < t.end; ++block) {
-      const Slot<Config::kStages> slot(count++);
+      const Slot<Config::kStages> slot(counts.blocks++);
       ptx::mbarrier_wait(shared_address(&s.empty[slot.stage]), slot.parity ^ 1);
       const float* statistics =
           a.statistics + (int64_t{head} * a.query_blocks + t.first_block + block) * (2 * kBlockM);
-      load_queries(s.q[slot.stage], s.lse_log2[slot.stage], a.q, s.q_full[slot.stage], head, block,
-                   statistics, Operand::kQ);
-      load_queries(s.dout[slot.stage], s.delta[slot.stage], a.dout, s.dout_full[slot.stage], head,
-                   block, statistics + kBlockM, Operand::kDout);
+      load_queries(s.q[slot.stage], s.lse_log2[slot.stage], a.q, s.q_full[slot.stage], slot.stage,
+                   head, block, statistics, Operand::kQ);
+      load_queries(s.dout[slot.stage], s.delta[slot.stage], a.dout, s.dout_full[slot.stage],
+                   slot.stage, head, block, statistics + kBlockM, Operand::kDout);
     }
+  }
+}
+
+template <class Config>
+__device__ __forceinline__ void produce(const BackwardArguments& a, BackwardShared<Config>& s) {
+  LoadCounts counts;
+#pragma unroll 1
+  for (int n = 0;; ++n) {
+    const Slot<Config::kTileBuffers> slot(n);
+    ptx::mbarrier_wait(ptx::shared_address(&s.tile_full[slot.stage]), slot.parity);
+    if (s.tile[slot.stage].rows == 0) break;
+    load_tile<Config>(a, s, slot.stage, counts);
+    ptx::mbarrier_arrive(ptx::shared_address(&s.tile_wanted));
+    ptx::mbarrier_arrive(ptx::shared_address(&s.tile_empty[slot.stage]));
   }
   finish_late_loads(s);
 }

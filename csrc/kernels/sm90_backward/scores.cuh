@@ -13,10 +13,33 @@
 
 namespace attnscope::sm90 {
 
-// A thread's two values of columns 8 n ...
-__device__ __forceinline__ float2 column_pair(const float* columns, int n) {
-  return reinterpret_cast<const float2*>(columns)[4 * n + threadIdx.x % 4];
-}
+// A thread's two values of each 8 columns, kAhead groups of 8 loaded before they are needed. The
+// loads stay where they are written: the compiler would put them next to their use, and wait.
+template <int kGroups>
+struct ColumnPairs {
+  static constexpr int kAhead = kGroups < 4 ? kGroups : 4;
+  uint32_t address;
+  float2 values[kGroups];
+
+  // Loads the first groups.
+  __device__ __forceinline__ explicit ColumnPairs(const float* columns)
+      : address(ptx::shared_address(columns) + threadIdx.x % 4 * 8) {
+#pragma unroll
+    for (int n = 0; n < kAhead; ++n) load(n);
+  }
+  // The values of group `n`; loads group n + kAhead. The groups come in order.
+  __device__ __forceinline__ float2 next(int n) {
+    if (n + kAhead < kGroups) load(n + kAhead);
+    return values[n];
+  }
+
+ private:
+  __device__ __forceinline__ void load(int n) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(values[n].x), "=f"(values[n].y)
+                 : "r"(address + n * 32));
+  }
+};
 
 // Hides the queries that do not see the thread's keys. `key` is the thread's upper row in its
 // sequence, `first_query` the query of column 0.
@@ -39,11 +62,11 @@ template <class Config>
 __device__ __forceinline__ void make_probabilities(const BackwardArguments& a,
                                                    float (&s)[Config::kBlockM / 2],
                                                    uint32_t (&p)[Config::kBlockM / 4],
-                                                   const float* lse_log2) {
+                                                   ColumnPairs<Config::kBlockM / 8>& lse_log2) {
   const auto each = [&](auto derivative) {
 #pragma unroll
     for (int n = 0; n < Config::kBlockM / 8; ++n) {
-      const float2 lse = column_pair(lse_log2, n);
+      const float2 lse = lse_log2.next(n);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float& low = s[4 * n + 2 * half];
@@ -82,10 +105,10 @@ __device__ __forceinline__ void make_score_gradients(const float (&p)[Config::kB
                                                      const uint32_t (&packed)[Config::kBlockM / 4],
                                                      const float (&dp)[Config::kBlockM / 2],
                                                      uint32_t (&ds)[Config::kBlockM / 4],
-                                                     const float* delta) {
+                                                     ColumnPairs<Config::kBlockM / 8>& delta) {
 #pragma unroll
   for (int n = 0; n < Config::kBlockM / 8; ++n) {
-    const float2 d = column_pair(delta, n);
+    const float2 d = delta.next(n);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int pair = 2 * n + half;

@@ -3,7 +3,6 @@
 
 #include "attn/block_range.cuh"
 #include "attn/divisor.h"
-#include "attn/faults.cuh"
 #include "attn/params.h"
 #include "attn/ring.cuh"
 #include "attn/score_scales.h"
@@ -25,6 +24,8 @@ struct BackwardConfig {
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kStages = kTile.stages;
+  static constexpr int kValueStages = kTile.value_stages();
+  static constexpr int kTileBuffers = 2;
   static constexpr int kConsumers = kTile.consumers();
   static constexpr int kThreads = kTile.threads();
   static constexpr int kTickets = kTile.tickets();  // of a block of queries
@@ -69,9 +70,17 @@ struct LateLoad {
   int ready, done;
   Operand operand;
   int stage, head, block;
+  int tile;  // of the narrow kernel: the buffer of its description
   uint32_t start, cycles;
 };
 #endif
+
+// The tile that the scheduler takes next: its number in the call (whole heads: the head's number),
+// and in the thread block.
+struct NextTile {
+  int index, number;
+  int key_block;  // whole heads
+};
 
 // Barriers are named by the event that completes them.
 template <class Config>
@@ -80,24 +89,29 @@ struct BackwardShared {
   static constexpr int kStages = Config::kStages;
   static constexpr int kTileElements = Config::kBlockN * Config::kHeadDim;
   static constexpr int kBlockElements = Config::kBlockM * Config::kHeadDim;
-  alignas(1024) Element k[kTileElements];
-  alignas(1024) Element v[kTileElements];  // at the end: dV and dK on the way out
+  alignas(1024) Element k[kKeyStages][kTileElements];
+  alignas(1024) Element v[Config::kValueStages][kTileElements];
   alignas(1024) Element q[kStages][kBlockElements];
   alignas(1024) Element dout[kStages][kBlockElements];
-  // dS [kBlockM, 64 keys] of each consumer.
+  // dS [kBlockM, 64 keys] of each consumer. At the end of a tile: dV, dK and dQ on the way out.
   alignas(1024) Element ds[2][Config::kConsumers][Config::kBlockM * 64];
   // Each consumer's part of dQ, on its way out.
   alignas(128) float dq[Config::kConsumers][Config::kPartFloats];
   alignas(128) float lse_log2[kStages][Config::kBlockM];
   alignas(128) float delta[kStages][Config::kBlockM];
-  KeyTile tile;
-  uint64_t k_full, v_full;
+  KeyTile tile[Config::kTileBuffers];
+  NextTile next;
+  uint64_t tile_full[Config::kTileBuffers], tile_empty[Config::kTileBuffers];
+  uint64_t tile_wanted;  // all loads of a tile have been issued
+  uint64_t k_full[kKeyStages], k_empty[kKeyStages];
+  uint64_t v_full[Config::kValueStages], v_empty[Config::kValueStages];
   uint64_t q_full[kStages];     // Q and lse_log2
   uint64_t dout_full[kStages];  // dO and delta
   uint64_t empty[kStages];      // all four
   uint64_t ds_full[2];
   uint64_t dq_full[Config::kConsumers];
   uint64_t dq_empty[Config::kConsumers];
+  uint64_t dq_done[Config::kConsumers];  // whole heads: all of a head's dQ is in global memory
 #ifdef ATTNSCOPE_FAULTS
   LateLoad late_load;
 #endif
@@ -116,6 +130,8 @@ struct BackwardArguments {
   Divisor key_blocks;     // packed: of a key head, in the whole batch
   Divisor dense_queries;  // dense: blocks of queries in a sequence
   bool packed;
+  bool whole_heads;  // see launch_row.cuh
+  int tiles;         // of keys, in the whole call; whole heads: key heads of the batch
   float* statistics;
   float* gradient;
   int* tickets;  // null unless deterministic

@@ -31,26 +31,20 @@ __device__ __forceinline__ void find_tile(const BackwardArguments& a, int index,
   }
 }
 
-// The number of this thread block's tile. Warp-converged.
-__device__ __forceinline__ int take_tile(const BackwardArguments& a) {
-  int index = blockIdx.x;
-  inject(Fault::kTile, 0);
-  if (a.tickets != nullptr) {
-    if (ptx::lane() == 0) index = ptx::atomic_add(a.counter, 1);
-    index = __shfl_sync(0xffffffffu, index, 0);
-  }
-  inject(Fault::kTile, 1);
-  return index;
-}
-
-// Describes tile number `index`: one lane for each consumer's blocks, one for the rest.
-// Warp-converged.
+// Describes tile number `index`, or of whole heads the tile `key_block` of head `index`: one lane
+// for each consumer's blocks, one for the rest. Warp-converged.
 template <class Config>
-__device__ __forceinline__ void describe_tile(const BackwardArguments& a, int index, KeyTile& t) {
+__device__ __forceinline__ void describe_tile(const BackwardArguments& a, int index, int key_block,
+                                              KeyTile& t) {
   const ForwardParams& p = a.params.forward;
   const int lane = ptx::lane();
-  int head_kv, sequence, key_block;
-  find_tile<Config>(a, index, head_kv, sequence, key_block);
+  int head_kv, sequence;
+  if (a.whole_heads) {
+    sequence = index / a.heads_kv;
+    head_kv = index - sequence * a.heads_kv.divisor;
+  } else {
+    find_tile<Config>(a, index, head_kv, sequence, key_block);
+  }
   const Segment seg_q = segment(p.cu_seqlens_q, p.total_q, p.seqlen_q, sequence);
   const Segment seg_k = segment(p.cu_seqlens_k, p.total_k, p.seqlen_k, sequence);
   const int first_key = key_block * Config::kBlockN;

@@ -5,9 +5,10 @@
 // The last key block that a query sees adds first, the others in descending order: under a causal
 // mask a tile then starts at the block of queries where its turn is the first.
 //
-// Progress: tiles are taken from a counter, the last key blocks of a sequence first. A tile waits
-// only for tiles of later key blocks. Those were taken before, so they run or have ended, and
-// the one taken first waits for none.
+// Progress: tiles are taken from a counter, the last key blocks of a sequence first, and a thread
+// block works on its tiles in this order. A tile waits only for tiles of later key blocks, which
+// were taken before. So of all tiles that have been taken and have not ended, the first one runs
+// and waits for none.
 #pragma once
 
 #include "kernels/sm90_backward/shared.cuh"
@@ -28,15 +29,19 @@ __device__ __forceinline__ void await_turn(const BackwardArguments& a, const int
 
 template <class Config>
 struct Turns {
-  // Waits until all earlier key blocks have added to `part` of dQ, of a block of queries.
-  __device__ __forceinline__ static void await(const BackwardArguments& a, const KeyTile& t,
-                                               int part, int block) {
+  // How many key blocks add to a block of queries before tile `t` does.
+  __device__ __forceinline__ static int number(const BackwardArguments& a, const KeyTile& t,
+                                               int block) {
     const ForwardParams& p = a.params.forward;
     const Window window{t.seqlen_k - t.seqlen_q, p.window_left, p.window_right};
     const int last_row = min((block + 1) * Config::kBlockM, t.seqlen_q) - 1;
-    const int last_block = (window.end_key(last_row, t.seqlen_k) - 1) / Config::kBlockN;
-    const int turn = last_block - t.key_block;
-    await_turn(a, a.tickets + part, turn);
+    return (window.end_key(last_row, t.seqlen_k) - 1) / Config::kBlockN - t.key_block;
+  }
+
+  // Waits until all earlier key blocks have added to `part` of dQ, of a block of queries.
+  __device__ __forceinline__ static void await(const BackwardArguments& a, const KeyTile& t,
+                                               int part, int block) {
+    await_turn(a, a.tickets + part, number(a, t, block));
     ptx::fence_proxy_async_global();
   }
 

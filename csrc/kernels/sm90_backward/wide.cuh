@@ -61,7 +61,7 @@ __global__ void __cluster_dims__(Config::kRanks, 1, 1) __launch_bounds__(Config:
     if (a.tickets != nullptr) {
       index = ptx::load_cluster(ptx::cluster_address(ptx::shared_address(&s.index), 0));
     }
-    describe_tile<WideTileConfig>(a, index, s.tile);
+    describe_tile<WideTileConfig>(a, index, 0, s.tile);
   }
   __syncthreads();
 

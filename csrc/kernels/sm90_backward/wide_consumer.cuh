@@ -150,8 +150,8 @@ class ValueConsumer : WideConsumer<Config> {
       mask_keys<Config>(p, {t.seqlen_q - t.seqlen_k, f.window_right, f.window_left}, key,
                         block * kBlockM, t.seqlen_q, t.seqlen_k);
     }
-    make_probabilities<WideWeights<Config>>(a, p, packed,
-                                            s.statistics[typename Base::QuerySlot(i).stage][0]);
+    ColumnPairs<kBlockM / 8> lse(s.statistics[typename Base::QuerySlot(i).stage][0]);
+    make_probabilities<WideWeights<Config>>(a, p, packed, lse);
     wait(s.weights_empty, (i & 1) ^ 1);
     uint4* weights = &s.weights[0][threadIdx.x % 128];
     if (__builtin_expect(cap, false)) {
@@ -258,8 +258,8 @@ class KeyConsumer : WideConsumer<Config> {
       uint32_t packed[4];
 #pragma unroll
       for (int k = 0; k < 8; ++k) part[k] = dp[8 * j + k];
-      make_score_gradients<WideQuarter<Config>, kHidden>(part, weights, part, packed,
-                                                         delta + 16 * j);
+      ColumnPairs<2> columns(delta + 16 * j);
+      make_score_gradients<WideQuarter<Config>, kHidden>(part, weights, part, packed, columns);
 #pragma unroll
       for (int k = 0; k < 4; ++k) ds[4 * j + k] = packed[k];
     }

@@ -16,6 +16,8 @@ class QueryConsumer : WideRole<Config> {
   static constexpr int kRanks = Config::kRanks, kColumnBlocks = Config::kColumnBlocks;
   static constexpr int kProductBlocks = Config::kProductColumns / 64;
   static constexpr int kBarrier = 3;
+  // A rank computes the same columns in each tile: one turn serves all products of a step.
+  static constexpr bool kOneTurn = kColumnBlocks == 4;
   using Gradient = float[Config::kProductColumns / 2];
 
  public:
@@ -41,16 +43,19 @@ class QueryConsumer : WideRole<Config> {
         if (!kGuardedRing && j + 1 == products) Base::release_ranks(s.ds_empty[slot.stage]);
         inject(Fault::kRelease, 2 * i + j);
         issue_query_gradient(dq, slot.stage, column);
+        if (a.tickets != nullptr && (j == 0 || !kOneTurn)) {
+          pass_turn();
+          await_turn(column);
+        }
         ptx::wgmma_wait<0>();
         ptx::pin_registers(dq);
         if (kGuardedRing && j + 1 == products) Base::release_ranks(s.ds_empty[slot.stage]);
-        await_turn(column);
         add(dq, column);
-        finish_turn(column);
       }
       place += block == end - 1 ? a.query_blocks - (end - 1 - begin) : 1;
       Base::advance_block();
     }
+    pass_turn();
     ptx::tma_store_wait_read<0>();
   }
 
@@ -121,34 +126,36 @@ class QueryConsumer : WideRole<Config> {
     }
   }
 
-  // Deterministic calls: each warp has turns of its own, see turns.cuh.
-  __device__ __forceinline__ void await_turn(int column) const {
-    if (a.tickets == nullptr) return;
+  // Deterministic calls: each warp has turns of its own, see turns.cuh. A turn is passed on beside
+  // the next product, when its additions have long completed.
+  __device__ __forceinline__ void await_turn(int column) {
     const KeyTile& t = s.tile;
     const ForwardParams& p = a.params.forward;
     const Window window{t.seqlen_k - t.seqlen_q, p.window_left, p.window_right};
     const int last_row = min((block + 1) * kBlockM, t.seqlen_q) - 1;
     const int last_block = (window.end_key(last_row, t.seqlen_k) - 1) / WideTileConfig::kBlockN;
+    turn = ticket(column);
     if (threadIdx.x % 32 == 0) {
-      sm90::await_turn(a, ticket(column), last_block - t.key_block);
+      sm90::await_turn(a, turn, last_block - t.key_block);
       ptx::fence_proxy_async_global();
     }
     __syncwarp();
   }
-  __device__ __forceinline__ void finish_turn(int column) const {
-    if (a.tickets == nullptr) return;
-    ptx::tma_store_wait<0>();
-    ptx::fence_proxy_async_global();
-    __threadfence();
+  __device__ __forceinline__ void pass_turn() {
+    if (threadIdx.x % 32 == 0 && turn != nullptr) {
+      ptx::tma_store_wait<0>();
+      ptx::fence_proxy_async_global();
+      inject(Fault::kTurn, place);
+      ptx::release_add(turn);
+    }
     __syncwarp();
-    inject(Fault::kTurn, place * kColumnBlocks + column);
-    if (threadIdx.x % 32 == 0) ptx::release_add(ticket(column));
   }
   __device__ __forceinline__ int* ticket(int column) const {
     return a.tickets + (int64_t{place} * kColumnBlocks + column) * 4 + threadIdx.x / 32 % 4;
   }
 
-  int place;  // of dQ: its block among those of all heads
+  int place;            // of dQ: its block among those of all heads
+  int* turn = nullptr;  // the ticket of the turn that was taken last
 };
 
 }  // namespace attnscope::sm90

@@ -7,36 +7,69 @@
 
 namespace attnscope::sm90 {
 
+// Adds dQ of one tile. `count` counts the parts that were added.
 template <class Config>
-__device__ __forceinline__ void write_query_gradients(const BackwardArguments& a,
-                                                      BackwardShared<Config>& s, int consumer) {
-  const KeyTile& t = s.tile;
-  const int heads = a.group;
-  // Numbers of the part, among those of all heads.
-  int part = (t.head_kv * heads * a.query_blocks + t.first_block + t.begin) * Config::kConsumers +
-             consumer;
-  int count = 0;
-  ptx::await_kernel_before();
+__device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardShared<Config>& s,
+                                           const KeyTile& t, int consumer, int& count) {
+  const uint32_t staged = ptx::shared_address(s.dq[consumer]);
+  // Numbers of the part, among those of all heads; whole heads: of the thread block's place.
+  const int blocks = a.whole_heads ? a.dense_queries.divisor : a.query_blocks;
+  const int first =
+      a.whole_heads ? blockIdx.x * a.group * blocks : t.head_kv * a.group * blocks + t.first_block;
+  int part = (first + t.begin) * Config::kConsumers + consumer;
+  int added = -1;  // deterministic calls: the part whose turn has not been passed on yet
 #pragma unroll 1
-  for (int head = 0; head < heads; ++head) {
+  for (int head = 0; head < a.group; ++head) {
 #pragma unroll 1
     for (int block = t.begin; block < t.end; ++block) {
+      // While the consumer still works on the part, the last turn is passed on, and this one
+      // arrives.
+      if (a.tickets != nullptr) {
+        if (added >= 0) Turns<Config>::finish(a, added);
+        added = part;
+        Turns<Config>::await(a, t, part, block);
+      }
       ptx::mbarrier_wait(ptx::shared_address(&s.dq_full[consumer]), count++ & 1);
       inject(Fault::kAdd, count);
-      if (a.tickets != nullptr) Turns<Config>::await(a, t, part, block);
-      ptx::bulk_add(a.gradient + int64_t{part} * Config::kPartFloats,
-                    ptx::shared_address(s.dq[consumer]), Config::kPartFloats * 4);
-      ptx::tma_store_commit();
-      if (a.tickets != nullptr) {
-        Turns<Config>::finish(a, part);
+      float* gradient = a.gradient + int64_t{part} * Config::kPartFloats;
+      constexpr int kBytes = Config::kPartFloats * 4;
+      // Whole heads: after the operation before, which may have been on the same part. The first
+      // tile that sees the block stores: nobody needs to zero it before.
+      if (a.whole_heads) ptx::tma_store_wait<0>();
+      if (a.whole_heads && Turns<Config>::number(a, t, block) == 0) {
+        ptx::bulk_store(gradient, staged, kBytes);
       } else {
-        ptx::tma_store_wait_read<0>();
+        ptx::bulk_add(gradient, staged, kBytes);
       }
+      ptx::tma_store_commit();
+      ptx::tma_store_wait_read<0>();
       inject(Fault::kRelease, count);
       ptx::mbarrier_arrive(ptx::shared_address(&s.dq_empty[consumer]));
       part += Config::kConsumers;
     }
-    part += (a.query_blocks - (t.end - t.begin)) * Config::kConsumers;
+    part += (blocks - (t.end - t.begin)) * Config::kConsumers;
+  }
+  if (added >= 0) Turns<Config>::finish(a, added);
+  if (a.whole_heads && t.key_block == 0) {
+    ptx::tma_store_wait<0>();
+    ptx::fence_proxy_async_global();
+    ptx::mbarrier_arrive(ptx::shared_address(&s.dq_done[consumer]));
+  }
+}
+
+template <class Config>
+__device__ __forceinline__ void write_query_gradients(const BackwardArguments& a,
+                                                      BackwardShared<Config>& s, int consumer) {
+  int count = 0;
+  ptx::await_kernel_before();
+#pragma unroll 1
+  for (int n = 0;; ++n) {
+    const Slot<Config::kTileBuffers> slot(n);
+    const KeyTile& t = s.tile[slot.stage];
+    ptx::mbarrier_wait(ptx::shared_address(&s.tile_full[slot.stage]), slot.parity);
+    if (t.rows == 0) return;
+    write_tile<Config>(a, s, t, consumer, count);
+    ptx::mbarrier_arrive(ptx::shared_address(&s.tile_empty[slot.stage]));
   }
 }
 

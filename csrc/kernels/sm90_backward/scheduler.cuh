@@ -1,0 +1,75 @@
+// The scheduler: a warp that takes tiles and describes them for the other roles.
+#pragma once
+
+#include "kernels/sm90_backward/shared.cuh"
+#include "kernels/sm90_backward/tiles.cuh"
+#include "ptx/sync.cuh"
+
+namespace attnscope::sm90 {
+
+// Zeroes the rows of a tile of a gradient.
+template <class Element>
+__device__ __forceinline__ void clear_keys(const KeyTile& t, void* data, const Strides& stride,
+                                           int dim) {
+  auto* row = static_cast<Element*>(data) + t.batch * stride.batch +
+              int64_t{t.k_row + ptx::lane()} * stride.row + t.head_kv * stride.head;
+#pragma unroll 1
+  for (int i = ptx::lane(); i < t.rows; i += 32, row += 32 * stride.row) {
+#pragma unroll 1
+    for (int column = 0; column < dim; column += 8) {
+      *reinterpret_cast<uint4*>(row + column) = uint4{};
+    }
+  }
+}
+
+// Takes a tile only when the last one's loads have been issued: tiles taken early balance badly.
+// What lives across the loop is in shared memory: the warp has few registers. Warp-converged.
+template <class Config>
+__device__ __forceinline__ void schedule(const BackwardArguments& a, BackwardShared<Config>& s) {
+  const bool ordered = a.tickets != nullptr;  // all tiles come from the counter
+  NextTile& next = s.next;
+  if (ordered) ptx::await_kernel_before();
+  if (ptx::lane() == 0) {
+    next.index = ordered ? ptx::atomic_add(a.counter, 1) : static_cast<int>(blockIdx.x);
+    next.number = 0;
+    next.key_block = a.order.m_blocks - 1;
+  }
+  __syncwarp();
+#pragma unroll 1
+  for (;;) {
+    const Slot<Config::kTileBuffers> slot(next.number);
+    KeyTile& t = s.tile[slot.stage];
+    ptx::mbarrier_wait(ptx::shared_address(&s.tile_empty[slot.stage]), slot.parity ^ 1);
+    const bool last = next.index >= a.tiles;
+    if (!last) {
+      describe_tile<Config>(a, next.index, next.key_block, t);
+    } else if (ptx::lane() == 0) {
+      t.rows = 0;
+    }
+    __syncwarp();
+    inject(Fault::kTile, next.number);
+    if (last || (t.rows > 0 && t.begin < t.end)) {
+      if (ptx::lane() == 0) ptx::mbarrier_arrive(ptx::shared_address(&s.tile_full[slot.stage]));
+      // The kernel before zeroes the counter. No thread block ends before it.
+      ptx::await_kernel_before();
+      if (last) return;
+      ptx::mbarrier_wait(ptx::shared_address(&s.tile_wanted), next.number & 1);
+      __syncwarp();
+      if (ptx::lane() == 0) ++next.number;
+    } else {
+      // In a packed batch, some numbers have no tile. No query may see the keys of a tile.
+      clear_keys<typename Config::Element>(t, a.params.dk, a.params.dk_stride,
+                                           a.params.forward.head_dim);
+      clear_keys<typename Config::Element>(t, a.params.dv, a.params.dv_stride,
+                                           a.params.forward.head_dim_v);
+      ptx::await_kernel_before();
+    }
+    if (ptx::lane() == 0 && (!a.whole_heads || --next.key_block < 0)) {
+      next.index = ptx::atomic_add(a.counter, 1) + (ordered ? 0 : static_cast<int>(gridDim.x));
+      next.key_block = a.order.m_blocks - 1;
+    }
+    __syncwarp();
+  }
+}
+
+}  // namespace attnscope::sm90
