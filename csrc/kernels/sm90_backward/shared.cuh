@@ -3,6 +3,7 @@
 
 #include "attn/block_range.cuh"
 #include "attn/divisor.h"
+#include "attn/faults.cuh"
 #include "attn/params.h"
 #include "attn/ring.cuh"
 #include "attn/score_scales.h"
