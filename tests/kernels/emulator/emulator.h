@@ -27,6 +27,7 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
+#define __builtin_assume(condition)
 
 using std::max;
 using std::min;

@@ -60,7 +60,7 @@ const char* check(const Call& c, int section) {
   KeyTile t;
   emulator::launch(1, 32, 1, [&] {
     for (int index = 0; index < key_blocks * c.heads_kv; ++index) {
-      describe_tile<Config>(a, index, t);
+      describe_tile<Config>(a, index, 0, t);
       __syncwarp();
       if (threadIdx.x == 0 && t.rows > 0) {
         for (int block = t.begin; block < t.end; ++block) {
