@@ -1,10 +1,11 @@
 """The barriers of the Hopper backward kernels, explored state by state: see ring_model.py.
 
-A thread block works on one tile. The models go on without an end, which covers every number of
-steps; a consumer of the narrow kernel may end a tile at any step, and then begins another.
+The models go on without an end, which covers every number of steps and of tiles.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 from ring_model import (
@@ -19,6 +20,7 @@ from ring_model import (
     copy,
     expect,
     explore,
+    finish,
     publish,
     read,
     send,
@@ -31,78 +33,211 @@ from ring_model import (
 RANKS = (0, 1)  # thread blocks of a cluster
 
 
-class Narrow:
-    """backward_kernel: a producer, consumers, and a writer for each of these.
+# Clocks of the narrow kernel: tile descriptions, steps, tiles with keys, rounds of the pattern.
+TILE, STEP, KEYS, ROUND = range(4)
+END = 0  # in a pattern: the description that says there is no tile
 
-    A consumer is a warpgroup, or one of several warps of it, which arrive separately. `missing` is
-    the wait or the buffer that a mutant lacks.
+
+class Narrow:
+    """backward_kernel: a scheduler, a producer, consumers, and a writer for each of these.
+
+    `pattern` is how many steps each tile has, again and again. It may finish with END: then all
+    roles end there, and meet for the next thread block. With `heads` a round of the pattern is a
+    key head, whose dQ the consumers store. A consumer is a warpgroup, or one of several warps of
+    it, which arrive separately. `values` are the buffers of V. Before any tile the scheduler may
+    pass over one that no query sees; more of them would leave the same state. `brief` leaves that
+    out, and lets copies land at once. `missing` is what a mutant lacks: waits by the name of their
+    barrier, arrivals, a buffer or an order.
+
+    An operation is a wait, and what follows until the next one: first the ends of reads, then
+    writes, then arrivals.
     """
 
-    def __init__(self, consumers: int, stages: int, warps: int = 1, missing: str = "") -> None:
-        self.missing, self.warps = missing, warps
+    def __init__(
+        self, consumers: int, values: int, pattern: tuple[int, ...], warps: int = 1,
+        tile_buffers: int = 2, heads: bool = False, brief: bool = False, missing: str = "",
+    ) -> None:  # fmt: skip
+        self.pattern, self.warps, self.heads, self.brief = pattern, warps, heads, brief
+        self.missing = missing.split("+")
+        self.head_end = max(at for at, steps in enumerate(pattern) if steps != END)
         every = consumers * warps
-        self.q, self.dout = Buffer("Q", stages), Buffer("dO", stages)
-        self.q_full, self.dout_full = Barrier("q_full", stages), Barrier("dout_full", stages)
-        self.empty = Barrier("empty", stages, every)
-        scores = 1 if missing == "second dS" else 2
-        self.ds = tuple(Buffer(f"dS {i}", scores) for i in range(every))
-        self.ds_full = Barrier("ds_full", 2, every)
-        self.dq = [Buffer(f"dQ {i}", 1) for i in range(every)]
-        self.dq_full = [Barrier(f"dq_full {i}", 1, warps) for i in range(consumers)]
-        self.dq_empty = [Barrier(f"dq_empty {i}", 1) for i in range(consumers)]
-        roles = [Role("producer", self.produce)]
+        writers = range(consumers)
+        readers = every + (consumers if self.has("writers") else 0) + self.has("producer")
+        self.tile = Buffer("tile", tile_buffers)
+        self.tile_full = Barrier("tile_full", tile_buffers)
+        self.tile_empty = Barrier("tile_empty", tile_buffers, readers)
+        self.tile_wanted = Barrier("tile_wanted", 1)
+        self.k, self.v = Buffer("K", 2, KEYS), Buffer("V", values, KEYS)
+        self.k_full = Barrier("k_full", 2, clock=KEYS)
+        self.v_full = Barrier("v_full", values, clock=KEYS)
+        self.k_empty = Barrier("k_empty", 2, every, clock=KEYS)
+        self.v_empty = Barrier("v_empty", values, every, clock=KEYS)
+        self.q, self.dout = Buffer("Q", 2, STEP), Buffer("dO", 2, STEP)
+        self.q_full = Barrier("q_full", 2, clock=STEP)
+        self.dout_full = Barrier("dout_full", 2, clock=STEP)
+        self.empty = Barrier("empty", 2, every, clock=STEP)
+        scores = 1 + self.has("second dS")
+        self.ds = tuple(Buffer(f"dS {i}", scores, STEP) for i in range(every))
+        self.ds_full = Barrier("ds_full", 2, every, clock=STEP)
+        self.dq = [Buffer(f"dQ {i}", 1, STEP) for i in range(every)]
+        self.dq_full = [Barrier(f"dq_full {i}", 1, warps, clock=STEP) for i in writers]
+        self.dq_empty = [Barrier(f"dq_empty {i}", 1, clock=STEP) for i in writers]
+        # dK, dV on the way out, in a part of dS; a named barrier comes after it.
+        self.out = [Buffer(f"rows {i}", 1, KEYS) for i in range(every)]
+        self.stored = [Barrier(f"stored {i}", 1, warps, clock=KEYS) for i in writers]
+        # Whole heads: dQ of a head in global memory.
+        self.place = [Buffer(f"place {i}", 1, ROUND) for i in writers]
+        self.dq_done = [Barrier(f"dq_done {i}", 1, clock=ROUND) for i in writers]
+        self.met = Barrier("met", 1, 2 + every + consumers, clock=ROUND)
+
+        clocks = (TILE, STEP, KEYS, ROUND)
+        roles = [Role("scheduler", self.schedule, 0, clocks=(TILE, ROUND))]
+        roles += [Role("producer", self.produce, 0, clocks=clocks)]
         for i in range(every):
-            roles += [Role(f"consumer {i}", lambda n, on, i=i: self.consume(i, n, on), False)]
-        for i in range(consumers):
-            roles += [Role(f"writer {i}", lambda n, _, i=i: self.add(i, n))]
-        buffers = (self.q, self.dout, *self.ds, *self.dq)
-        barriers = (self.q_full, self.dout_full, self.empty, self.ds_full)
-        self.model = Model(tuple(roles), buffers, (*barriers, *self.dq_full, *self.dq_empty))
+            roles += [Role(f"consumer {i}", partial(self.consume, i), 0, clocks=clocks)]
+        for i in writers:
+            roles += [Role(f"writer {i}", partial(self.add, i), 0, clocks=clocks)]
+        barriers = [self.tile_full, self.tile_empty, self.tile_wanted, self.k_full, self.k_empty]
+        barriers += [self.v_full, self.v_empty, self.q_full, self.dout_full, self.empty]
+        barriers += [self.ds_full, *self.dq_full, *self.dq_empty]
+        barriers += self.stored if warps > 1 else []
+        buffers = [self.tile, self.k, self.v, self.q, self.dout, *self.ds, *self.dq]
+        buffers += self.out if warps > 1 else []
+        buffers += self.place if heads else []
+        barriers += self.dq_done if heads else []
+        barriers += [self.met] if any(map(self.ends, range(len(pattern)))) else []
+        self.model = Model(tuple(roles), tuple(buffers), tuple(barriers))
 
-    def produce(self, n: int, _: None) -> Step:
-        if self.missing != "empty":
-            yield wait_before(self.empty, n)
-        yield copy(self.q, n, self.q_full)
-        yield copy(self.dout, n, self.dout_full)
+    def has(self, name: str) -> bool:
+        return name not in self.missing
 
-    def add(self, i: int, n: int) -> Step:
-        first = i * self.warps
-        parts = tuple(self.dq[first : first + self.warps])
-        yield wait(self.dq_full[i], n, reads=parts)
-        yield arrive(self.dq_empty[i], n, reads=parts)
+    def load(self, buffer: Buffer, n: int, full: Barrier) -> list[Op]:
+        if self.brief:
+            return [write(buffer, n), publish(full, n, writes=buffer)]
+        return [copy(buffer, n, full)]
 
-    def pass_query_gradient(self, i: int, n: int) -> Step:
-        """stage_query_gradient; the caller passes it on."""
-        if self.missing != "dq_empty":
-            yield wait_before(self.dq_empty[i // self.warps], n)
-        yield write(self.dq[i], n)
+    def after(self, wait: Op, *ops: Op) -> Op:
+        """A wait and what follows it; a mutant has only what follows."""
+        barrier = wait.barrier
+        assert barrier is not None
+        if not self.has(barrier.name.split()[0]):
+            return together(read(wait.reads, wait.n), *ops)
+        return together(wait, *ops)
 
-    def consume(self, i: int, n: int, running: bool) -> Step:
-        """`running`: S of use n is computed, dQ of use n - 1 is in flight."""
-        writer = i // self.warps
-        if not running:
-            yield wait(self.q_full, n, reads=self.q)
-        yield wait(self.dout_full, n, reads=self.dout)
-        if running:
-            yield read(self.ds, n - 1)
-            yield from self.pass_query_gradient(i, n - 1)
-        yield write(self.ds[i], n)
-        yield publish(self.ds_full, n, writes=self.ds[i])
-        if running:
-            yield publish(self.dq_full[writer], n - 1, writes=self.dq[i])
-        last = yield choose()
-        if not last:
-            yield wait(self.q_full, n + 1, reads=self.q)
-        yield arrive(self.empty, n, reads=(self.q, self.dout))
-        if self.missing != "ds_full":
-            yield wait(self.ds_full, n, reads=self.ds)
+    def ends(self, at: int) -> bool:
+        return self.pattern[at] == END and self.has("only tiles with steps")
+
+    def advanced(self, at: int, *clocks: int) -> tuple[tuple[int, ...], int]:
+        """What a step returns: the advance of the clocks before ROUND, and the next place."""
+        following = (at + 1) % len(self.pattern)
+        return (*clocks, int(following == 0)), following
+
+    def meet(self, n: int, *ops: Op) -> Step:
+        """The role ends here; all have ended before the next thread block begins."""
+        yield together(*ops, arrive(self.met, n))
+        yield wait(self.met, n)
+
+    def schedule(self, n: tuple[int, int], at: int) -> Step:
+        tile, turn = n
+        described = [write(self.tile, tile), publish(self.tile_full, tile, writes=self.tile)]
+        if not self.brief and (yield choose()):  # no query sees this one: another takes its place
+            yield self.after(wait_before(self.tile_empty, tile), write(self.tile, tile))
+            described[:1] = []
+        yield self.after(wait_before(self.tile_empty, tile), *described)
+        if self.ends(at):
+            yield from self.meet(turn)
         else:
-            yield read(self.ds, n)
-        if last:
-            yield read(self.ds, n)
-            yield from self.pass_query_gradient(i, n)
-            yield publish(self.dq_full[writer], n, writes=self.dq[i])
-        return not last
+            yield self.after(wait(self.tile_wanted, tile))
+        return self.advanced(at, 1)
+
+    def produce(self, n: tuple[int, ...], at: int) -> Step:
+        tile, step, keys, turn = n
+        steps = self.pattern[at]
+        yield self.after(wait(self.tile_full, tile, reads=self.tile))
+        done = [read(self.tile, tile), arrive(self.tile_wanted, tile)]
+        if self.has("producer"):
+            done += [arrive(self.tile_empty, tile)]
+        if self.ends(at):
+            yield from self.meet(turn, *done)
+            return self.advanced(at, 1, 0, 0)
+        yield self.after(wait_before(self.k_empty, keys), *self.load(self.k, keys, self.k_full))
+        yield self.after(wait_before(self.v_empty, keys), *self.load(self.v, keys, self.v_full))
+        for i in range(step, step + steps):
+            loads = self.load(self.q, i, self.q_full) + self.load(self.dout, i, self.dout_full)
+            yield self.after(wait_before(self.empty, i), *loads)
+        yield together(*done)
+        return self.advanced(at, 1, steps, 1)
+
+    def add(self, i: int, n: tuple[int, ...], at: int) -> Step:
+        tile, step, keys, turn = n
+        steps = self.pattern[at]
+        parts = tuple(self.dq[i * self.warps : (i + 1) * self.warps])
+        yield self.after(wait(self.tile_full, tile, reads=self.tile))
+        done = [read(self.tile, tile)]
+        if self.has("writers"):
+            done += [arrive(self.tile_empty, tile)]
+        if self.ends(at):
+            yield from self.meet(turn, *done)
+            return self.advanced(at, 1, 0, 0)
+        for j in range(step, step + steps):
+            begins = [write(self.place[i], turn)] if self.heads and at == 0 and j == step else []
+            ends = [read(parts, j), *begins, arrive(self.dq_empty[i], j)]
+            yield self.after(wait(self.dq_full[i], j, reads=parts), *ends)
+        if self.heads and at == self.head_end:
+            if not self.has("complete"):  # only read from shared memory
+                yield arrive(self.dq_done[i], turn)
+                yield finish(self.place[i], turn)
+            else:
+                yield publish(self.dq_done[i], turn, writes=self.place[i])
+        yield together(*done)
+        return self.advanced(at, 1, steps, 1)
+
+    def consume(self, i: int, n: tuple[int, ...], at: int) -> Step:
+        tile, step, keys, turn = n
+        steps = self.pattern[at]
+        group, last = i // self.warps, step + steps - 1
+        fellows = tuple(self.out[group * self.warps : (group + 1) * self.warps])
+        yield self.after(wait(self.tile_full, tile, reads=self.tile))
+        if self.ends(at):
+            yield from self.meet(turn, read(self.tile, tile), arrive(self.tile_empty, tile))
+            return self.advanced(at, 1, 0, 0)
+        yield self.after(wait(self.k_full, keys, reads=self.k))
+        for j in range(step, step + steps):
+            yield self.after(wait(self.q_full, j, reads=self.q))
+            if j == step:
+                yield self.after(wait(self.v_full, keys, reads=self.v))
+            # No other warp may still store rows where dS comes.
+            alone = [read(fellows, keys - 1)] if self.warps > 1 and j == step else []
+            release = [arrive(self.v_empty, keys)] if j == last else []
+            if not self.has("last dQ"):
+                release += [arrive(self.k_empty, keys)] if j == last else []
+            passed = [write(self.ds[i], j), *release, publish(self.ds_full, j, self.ds[i])]
+            # S and dP of this step are complete.
+            yield self.after(
+                wait(self.dout_full, j, reads=self.dout),
+                read((self.q, self.dout), j), read(self.v, keys), *alone, *passed,
+            )  # fmt: skip
+            yield self.after(wait(self.ds_full, j, reads=self.ds))
+            yield self.after(
+                wait_before(self.dq_empty[group], j),
+                read((*self.ds, self.q, self.dout), j), read(self.k, keys), write(self.dq[i], j),
+                arrive(self.empty, j), publish(self.dq_full[group], j, writes=self.dq[i]),
+            )  # fmt: skip
+        if self.has("last dQ"):
+            yield arrive(self.k_empty, keys, reads=self.k)
+        # dK and dV leave by way of the next step's dS.
+        place = last + self.has("next dS")
+        out = [self.out[i]] if self.warps > 1 else []
+        yield together(write(self.ds[i], place), *(write(rows, keys) for rows in out))
+        if self.heads and at == self.head_end:
+            yield self.after(wait(self.dq_done[group], turn, reads=self.place[group]))
+            yield read(self.place[group], turn)
+        done = [finish(self.ds[i], place)]
+        if self.warps > 1:
+            yield together(*done, *(publish(self.stored[group], keys, rows) for rows in out))
+            done = [wait(self.stored[group], keys)] if self.has("stored") else []
+        yield together(*done, arrive(self.tile_empty, tile, reads=self.tile))
+        return self.advanced(at, 1, steps, 1)
 
 
 class Wide:
@@ -228,7 +363,7 @@ class Turns:
         roles: list[Role] = []
         for i in every:
             roles += [Role(f"consumer {i}", lambda n, _, i=i: self.stage(i, n))]
-            roles += [Role(f"writer {i}", lambda n, _, i=i: self.add(i, n))]
+            roles += [Role(f"writer {i}", lambda n, on, i=i: self.add(i, n, on), False)]
         barriers = (*self.full, *self.empty, *self.ticket)
         self.model = Model(tuple(roles), (*self.dq, *self.sums), barriers)
 
@@ -236,21 +371,23 @@ class Turns:
         yield together(wait_before(self.empty[i], n), write(self.dq[i], n))
         yield publish(self.full[i], n, writes=self.dq[i])
 
-    def add(self, i: int, n: int) -> Step:
-        yield wait(self.full[i], n, reads=self.dq[i])
+    def add(self, i: int, n: int, added: bool) -> Step:
+        """`added`: the turn of use n - 1 has not been passed on yet."""
+        if added and self.missing == "complete":  # only read from shared memory
+            yield arrive(self.ticket[i], n - 1)
+            yield finish(self.sums[i], n - 1)
+        elif added:
+            yield publish(self.ticket[i], n - 1, writes=self.sums[i])
         if i and self.missing != "await":
             yield wait(self.ticket[i - 1], n)
         if i + 1 < self.key_blocks:
             yield wait_before(self.ticket[i + 1], n)  # the end of the tile
+        yield wait(self.full[i], n, reads=self.dq[i])
         # The addition begins: the one before it must be complete.
         before = read(self.sums[i - 1], n) if i else read((), n)
         yield together(before, write(self.sums[i], n))
-        if self.missing == "complete":  # only read from shared memory
-            yield arrive(self.ticket[i], n)
-            yield publish(self.empty[i], n, writes=self.sums[i])
-            return
-        yield publish(self.ticket[i], n, writes=self.sums[i])
         yield arrive(self.empty[i], n, reads=self.dq[i])
+        return True
 
 
 def assert_sound(model: Model) -> None:
@@ -264,26 +401,79 @@ def slow(*values: object) -> object:
 
 
 @pytest.mark.parametrize(
-    ("consumers", "stages", "warps"), [(1, 2, 1), (1, 3, 1), (2, 2, 1), (1, 2, 2), slow(2, 3, 1)]
+    ("values", "pattern", "options"),
+    [
+        (1, (1, 2), {}),  # head dim 128
+        (2, (1, 2), {}),  # head dim 64
+        (1, (1, 2, END), {}),
+        (1, (2, 1), {"heads": True}),
+        (2, (1, 1, 2, 2), {"tile_buffers": 1}),
+        (1, (1, 2), {"warps": 2, "brief": True}),
+        slow(1, (1, 2, END), {"warps": 2, "heads": True}),
+        slow(2, (1, 1, 2, 1, 3, 2, 2, 3, 3), {}),
+        slow(1, (1, 1, 1, 2, 1, 2, 2, 2), {}),
+    ],
 )
-def test_the_narrow_kernel_is_right_in_every_order(consumers, stages, warps):
-    """1,346 states (1 consumer, 2 stages) to 76,068 (2, 2); slow: 344,528 (2, 3)."""
-    assert_sound(Narrow(consumers, stages, warps).model)
+def test_one_consumer_of_the_narrow_kernel_is_right_in_every_order(values, pattern, options):
+    """5,507 states (two warps) to 35,061 (head dim 64); slow: 127,554 (two warps)."""
+    assert_sound(Narrow(1, values, pattern, **options).model)
 
 
 @pytest.mark.parametrize(
-    ("missing", "wrong"),
+    ("values", "pattern", "options"),
     [
-        ("empty", "producer"),
-        ("dq_empty", "dQ 0"),
-        ("ds_full", "reads dS"),
-        ("second dS", "reads dS"),  # the build with -DATTNSCOPE_UNGUARDED_RING
+        (1, (1, 1, 2, 2), {"brief": True}),
+        (2, (2, 1, END), {"brief": True}),
+        (1, (1, 2), {"brief": True, "heads": True}),
+        slow(1, (1, 1, 2, 1, 3, 2, 2, 3, 3), {"brief": True}),
+        slow(1, (1, 2), {}),
+        slow(2, (2, 1, END), {}),
     ],
 )
-def test_the_narrow_kernel_needs_each_wait(missing, wrong):
-    result = explore(Narrow(2, 2, missing=missing).model)
+def test_two_consumers_of_the_narrow_kernel_are_right_in_every_order(values, pattern, options):
+    """54,561 states (brief); slow: 560,915."""
+    assert_sound(Narrow(2, values, pattern, **options).model)
+
+
+@pytest.mark.parametrize(
+    ("missing", "wrong", "options"),
+    [
+        ("tile_full", "reads tile", {}),
+        ("tile_empty", "reads tile", {}),
+        ("writers", "reads tile", {}),
+        ("producer+tile_wanted", "reads tile", {}),
+        ("only tiles with steps", "deadlock", {"pattern": (1, 2, END)}),
+        ("k_full", "reads K", {}),
+        ("k_empty", "K", {"tile_buffers": 3}),
+        ("last dQ", "K", {"tile_buffers": 3}),
+        ("v_full", "reads V", {"brief": False}),
+        ("v_empty", "V", {}),
+        ("q_full", "reads Q", {}),
+        ("dout_full", "reads dO", {"brief": False}),
+        ("empty", "Q", {}),
+        ("dq_full", "reads dQ", {}),
+        ("dq_empty", "dQ", {}),
+        ("ds_full", "reads dS", {"consumers": 2}),
+        ("second dS", "reads dS", {"consumers": 2}),  # the build with -DATTNSCOPE_UNGUARDED_RING
+        ("next dS", "reads dS", {"consumers": 2}),
+        ("stored", "reads rows", {"warps": 2}),
+        ("dq_done", "reads place", {"heads": True}),
+        ("complete", "reads place", {"heads": True}),
+    ],
+)
+def test_the_narrow_kernel_needs_each_wait(missing, wrong, options):
+    chosen = {"consumers": 1, "values": 1, "pattern": (1, 2), "brief": True} | options
+    result = explore(Narrow(**chosen, missing=missing).model)
     print(result)
     assert wrong in result.failure
+
+
+@pytest.mark.parametrize(
+    ("missing", "values"), [("k_empty", 1), ("v_empty", 2), ("producer", 1), ("tile_wanted", 1)]
+)
+def test_two_tile_buffers_guard_two_buffers_of_keys_too(missing, values):
+    """K and V of tile n + 2 are loaded after all consumers are done with tile n."""
+    assert_sound(Narrow(1, values, (1, 2), brief=True, missing=missing).model)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,10 @@ parity waited for. A phase two earlier or later has the same parity.
 The number of uses has no bound: states that differ by a shift of all uses are one state. So a step
 must do the same for every n, up to n itself. Copies of a role are interchangeable. A counterexample
 is replayed without either reduction.
+
+Rings may advance at different rates: then buffers and barriers name a clock, and a role the clocks
+that it uses. `n` of a role with several clocks is a tuple, and its step also returns the advance of
+each. States that differ by a shift of all uses of one clock are one state.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ class Buffer:
 
     name: str
     stages: int
+    clock: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,7 @@ class Barrier:
     stages: int
     count: int = 1
     counts: bool = False
+    clock: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,7 @@ class Op:
 
 
 Step = Generator[Op, Any, Any]
+Uses = tuple[int, ...]  # of each clock of a role
 Buffers = Buffer | tuple[Buffer, ...] | None
 
 
@@ -95,6 +102,11 @@ def write(buffer: Buffer, n: int) -> Op:
 def publish(barrier: Barrier, n: int, writes: Buffer) -> Op:
     """End a write of the buffer, and arrive for use n."""
     return Op("publish", n, barrier, writes)
+
+
+def finish(buffer: Buffer, n: int) -> Op:
+    """End a write of the buffer, without a barrier."""
+    return Op("finish", n, buffer=buffer)
 
 
 def copy(buffer: Buffer, n: int, barrier: Barrier) -> Op:
@@ -142,9 +154,10 @@ def _several(buffers: Buffers) -> tuple[Buffer, ...]:
 @dataclass(frozen=True)
 class Role:
     name: str
-    step: Callable[[int, Any], Step]
+    step: Callable[[Any, Any], Step]
     start: Any = None
     copies: int = 1
+    clocks: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True)
@@ -195,17 +208,22 @@ class Explorer:
         self.previous_barrier = _previous(model.barriers)
         self.previous_buffer = _previous(model.buffers)
         # Places: between two operations of a role's step.
-        self.places: list[tuple[Role, int, Any, tuple[Any, ...]]] = []
-        self.place_of: dict[tuple[str, int, Any, tuple[Any, ...]], int] = {}
-        self.use_at: list[int] = []
+        self.places: list[tuple[Role, Uses, Any, tuple[Any, ...]]] = []
+        self.place_of: dict[tuple[str, Uses, Any, tuple[Any, ...]], int] = {}
+        self.clocks = frozenset(clock for role in model.roles for clock in role.clocks)
+        self.roles_of = {
+            clock: [i for i, role in enumerate(self.instances) if clock in role.clocks]
+            for clock in self.clocks
+        }
+        self.first_at: list[frozenset[int]] = []  # the clocks of which it is at use 0
         self.op_at: list[Op | None] = []
         self.after: list[Any] = []  # what the step returned, where op_at is None
-        self.earlier: dict[int, int] = {}
+        self.earlier: dict[tuple[int, int], int] = {}
 
-    def place(self, role: Role, n: int, local: Any, sent: tuple[Any, ...]) -> int:
-        key = (role.name, n, local, sent)
+    def place(self, role: Role, uses: Uses, local: Any, sent: tuple[Any, ...]) -> int:
+        key = (role.name, uses, local, sent)
         if key not in self.place_of:
-            steps = role.step(n, local)
+            steps = role.step(uses if len(uses) > 1 else uses[0], local)
             op, after = None, None
             try:
                 op = next(steps)
@@ -214,21 +232,25 @@ class Explorer:
             except StopIteration as end:
                 op, after = None, end.value
             self.place_of[key] = len(self.places)
-            self.places.append((role, n, local, sent))
-            self.use_at.append(n)
+            self.places.append((role, uses, local, sent))
+            clocks = zip(role.clocks, uses, strict=True)
+            self.first_at.append(frozenset(clock for clock, use in clocks if use == 0))
             self.op_at.append(op)
             self.after.append(after)
         return self.place_of[key]
 
     def settle(self, place: int) -> Iterator[int]:
         """The places before an operation that choices alone can reach."""
-        role, n, local, sent = self.places[place]
+        role, uses, local, sent = self.places[place]
         op = self.op_at[place]
         if op is None:
-            yield from self.settle(self.place(role, n + 1, self.after[place], ()))
+            after = self.after[place]
+            advance, local = ((1,), after) if len(uses) == 1 else after
+            uses = tuple(use + more for use, more in zip(uses, advance, strict=True))
+            yield from self.settle(self.place(role, uses, local, ()))
         elif op.kind == "choose":
             for number in range(op.options):
-                yield from self.settle(self.place(role, n, local, (*sent, number)))
+                yield from self.settle(self.place(role, uses, local, (*sent, number)))
         else:
             yield place
 
@@ -237,7 +259,10 @@ class Explorer:
         buffers = tuple(
             (stage - b.stages, READY) for b in self.model.buffers for stage in range(b.stages)
         )
-        options = [self.settle(self.place(role, 0, role.start, ())) for role in self.instances]
+        options = [
+            self.settle(self.place(role, (0,) * len(role.clocks), role.start, ()))
+            for role in self.instances
+        ]
         return [(places, barriers, buffers) for places in product(*options)]
 
     def complete(self, barriers: list[Any], at: int, count: int) -> None:
@@ -335,7 +360,7 @@ class Explorer:
         for number, place in enumerate(roles):
             if place in roles[:number]:  # a copy of the role in the same place
                 continue
-            role, n, local, sent = self.places[place]
+            role, uses, local, sent = self.places[place]
             op = self.op_at[place]
             assert op is not None
             try:
@@ -345,7 +370,7 @@ class Explorer:
                 continue
             if changed is None:
                 continue
-            following = self.place(role, n, local, (*sent, None))
+            following = self.place(role, uses, local, (*sent, None))
             for next_place in self.settle(following):
                 places = (*roles[:number], next_place, *roles[number + 1 :])
                 yield number, op, (places, *changed)
@@ -361,37 +386,46 @@ class Explorer:
             return f"{self.buffer_names[number]} of use {event} lands"
         return f"{self.names[number]}: {describe(event)}"
 
-    def place_before(self, place: int) -> int:
-        if place not in self.earlier:
-            role, n, local, sent = self.places[place]
-            self.earlier[place] = self.place(role, n - 1, local, sent)
-        return self.earlier[place]
+    def place_before(self, place: int, clock: int) -> int:
+        if (place, clock) not in self.earlier:
+            role, uses, local, sent = self.places[place]
+            moved = zip(role.clocks, uses, strict=True)
+            before = tuple(use - 1 if of == clock else use for of, use in moved)
+            self.earlier[place, clock] = self.place(role, before, local, sent)
+        return self.earlier[place, clock]
 
     def canonical(self, state: State) -> State:
         """The state with its uses counted from the last role's, and copies of roles in order."""
+        while later := self.clocks.difference(*[self.first_at[place] for place in state[0]]):
+            for clock in later:
+                state = self.shifted(state, clock)
         roles, barriers, buffers = state
-        use_at = self.use_at
-        while min([use_at[place] for place in roles]) > 0:
-            roles = tuple(self.place_before(place) for place in roles)
-            moved_barriers: list[Any] = []
-            at = 0
-            for b in self.model.barriers:
-                first, *rest = barriers[at : at + b.stages]
-                moved_barriers += [*rest, (first[0] - 1, *first[1:])]
-                at += b.stages
-            moved_buffers: list[Any] = []
-            at = 0
-            for buffer in self.model.buffers:
-                first, *rest = buffers[at : at + buffer.stages]
-                moved_buffers += [(use - 1, self.rotated(s)) for use, s in (*rest, first)]
-                at += buffer.stages
-            barriers, buffers = tuple(moved_barriers), tuple(moved_buffers)
         for first, last in self.copies:
             roles = (*roles[:first], *sorted(roles[first:last]), *roles[last:])
         return roles, barriers, buffers
 
+    def shifted(self, state: State, clock: int) -> State:
+        """The state with all uses of a clock counted from one later."""
+        roles, barriers, buffers = state
+        places = list(roles)
+        for i in self.roles_of[clock]:
+            places[i] = self.place_before(places[i], clock)
+        moved_barriers, moved_buffers = list(barriers), list(buffers)
+        for b in self.model.barriers:
+            if b.clock == clock:
+                at = self.barrier_at[b.name]
+                first, *rest = barriers[at : at + b.stages]
+                moved_barriers[at : at + b.stages] = [*rest, (first[0] - 1, *first[1:])]
+        for buffer in self.model.buffers:
+            if buffer.clock == clock:
+                at = self.buffer_at[buffer.name]
+                first, *rest = buffers[at : at + buffer.stages]
+                moved = [(use - 1, self.rotated(s)) for use, s in (*rest, first)]
+                moved_buffers[at : at + buffer.stages] = moved
+        return tuple(places), tuple(moved_barriers), tuple(moved_buffers)
+
     def rotated(self, state: int) -> int:
-        """A buffer's state after every barrier and buffer has moved to the previous stage."""
+        """A buffer's state after all of its clock have moved to the previous stage."""
         if state >= 0:
             return state
         source, barrier = divmod(-1 - state, len(self.counts))
@@ -465,6 +499,7 @@ VERBS = {
     "arrive": "arrives on",
     "write": "writes",
     "publish": "publishes on",
+    "finish": "ends its write of",
     "copy": "copies, to complete",
     "expect": "expects bytes on",
     "send": "sends, to complete",
