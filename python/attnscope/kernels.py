@@ -211,7 +211,8 @@ def choose_forward(call: Call) -> dict[str, Any]:
 def choose_backward(call: Call) -> dict[str, Any]:
     """Return which kernel and which tile serve the backward of a call, as `choose_forward` does.
 
-    Both ops take the Hopper kernels by the same rule. `tiles` are of keys.
+    Both ops take the Hopper kernels by the same rule. `tiles` are of keys. A Hopper call that takes
+    heads whole (docs/kernels/sm90_backward.md) may have fewer thread blocks.
     """
     import torch
 
@@ -231,6 +232,8 @@ def choose_backward(call: Call) -> dict[str, Any]:
         blocks = (call.batch * call.seqlen_k // tile["block_n"] + call.batch) * call.heads_kv
     cluster = tile.get("cluster", 1)
     resident = tile["blocks_per_sm"] * call.sms // cluster
+    if arch == "sm90" and cluster == 1:  # its thread blocks take tiles one after the other
+        blocks = min(blocks, call.sms)
     changes = {
         "kernel": tile["kernel"],
         "tile": tile,

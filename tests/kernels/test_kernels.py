@@ -296,14 +296,14 @@ def test_sizes_that_no_call_has_are_refused(changes, message):
 
 # What differs from BASE -> (kernel, tile, head dim, tiles of keys, blocks, waves).
 BACKWARD_CHOICES = {
-    "long": ({}, ("sm90_backward", "64x128", 128, 2048, 2048, 16)),
+    "long": ({}, ("sm90_backward", "64x128", 128, 2048, 132, 16)),
     "short head dim": (
         {"head_dim": 64, "head_dim_v": 40, "seqlen_k": 100, "heads_kv": 4},
         ("sm90_backward", "128x128", 64, 16, 16, 1),
     ),
     "softcap": (
         {"head_dim": 64, "head_dim_v": 64, "softcap": 30.0},
-        ("sm90_backward", "64x128", 128, 2048, 2048, 16),
+        ("sm90_backward", "64x128", 128, 2048, 132, 16),
     ),
     "wide": ({"head_dim_v": 200}, ("sm90_backward", "64x128", 256, 2048, 4096, 32)),
     "capped": ({"softcap": 256.0}, ("sm80_backward", "64x128", 128, 2048, 2048, 16)),
@@ -314,7 +314,7 @@ BACKWARD_CHOICES = {
     "Ada": ({"capability": 89, "sms": 128}, ("sm80_backward", "32x64", 128, 4096, 4096, 32)),
     "packed": (
         {"seqlen_k": 256, "packed": True},
-        ("sm90_backward", "64x128", 128, 128, 192, 1),
+        ("sm90_backward", "64x128", 128, 128, 132, 1),
     ),
     "no keys": ({"seqlen_k": 0}, ("sm90_backward", "64x128", 128, 0, 0, 0)),
 }
@@ -350,7 +350,7 @@ def test_the_command_shows_the_tile_of_a_call():
     assert "108 SMs of compute capability 8.0" in portable.output
     backward = run(*options, "--backward")
     assert backward.output.startswith("sm90_backward, tile 128x128 at head dim 64: first row")
-    assert "4,096 tiles of up to 128 keys, 4,096 thread blocks" in backward.output
+    assert "4,096 tiles of up to 128 keys, 132 thread blocks" in backward.output
     portable = run("--head-dim", "64", "--seq-len", "128", "--arch", "sm80", "--backward")
     assert "not sm90_backward: the device has compute capability 8.0" in portable.output
     packed = run("--head-dim", "64", "--seq-len", "128", "--packed", "--arch", "sm90")

@@ -123,7 +123,7 @@ def load_queries(b: Buffer, blocks: list[int]) -> None:
 def schedule(b: Buffer, blocks: list[int], tile_size: dict[str, int]) -> None:
     for tile in range(len(blocks) + 1):  # the last request finds no tile
         for state in layout.SCHEDULER_TILE:
-            if state.mark != "Take" or tile > 0:
+            if state.mark not in ("Take", "AwaitSlot") or tile > 0:
                 b.put(SCHEDULER, "tile", tile, state.mark)
     for tile, count in enumerate(blocks):
         last = UNSEEING + tile_size["block_n"] * count  # one past the tile's last row

@@ -149,7 +149,7 @@ def test_own_blocks_of_heads_with_rows_of_their_own():
 def test_a_block_that_came_too_late_for_a_tile_waited():
     made = marks.recording([[2], []])
     scheduler, *others = made.tracks(1)
-    assert labels(scheduler) == ["tile.AwaitRequest", "tile.AwaitSlot", "tile.Hand"]
+    assert labels(scheduler) == ["tile.AwaitRequest", "tile.Hand"]
     assert [labels(track) for track in others] == [["tile.AwaitTile"]] * 4
     assert analyse(made)["blocks"] == 2
 
@@ -171,7 +171,7 @@ def test_queries_are_loaded_once_a_tile():
 def test_the_scheduler_notes_what_tiles_are():
     made = marks.recording([[2, 1]])
     assert labels(made.track(0, SCHEDULER)) == [
-        *(f"tile.{name}" for name in ("AwaitRequest", "AwaitSlot", "Hand")),
+        *(f"tile.{name}" for name in ("AwaitRequest", "Hand")),
         *(f"tile.{name}" for name in ("AwaitRequest", "Take", "AwaitSlot", "Hand")),
         *(f"tile.{name}" for name in ("AwaitRequest", "Take", "AwaitSlot", "Hand")),
     ]

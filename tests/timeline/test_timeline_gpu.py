@@ -148,7 +148,7 @@ def test_the_marks_change_no_result_and_measures_are_possible(recorded):
     _, made = recorded
     disturbance = made.facts["disturbance"]
     assert disturbance["same_output"]
-    assert 0.5 < disturbance["slowdown"] < 2  # a kernel of a few microseconds varies this much
+    assert 0.3 < disturbance["slowdown"] < 3  # a kernel of a few microseconds varies this much
     summary = analyse(made)
     if len(made.blocks) > 8:  # the device timer is too coarse for a few short blocks
         assert 0.5e3 < summary["clock_mhz"] < 2.5e3
@@ -194,7 +194,7 @@ def test_what_passes_the_capacity_is_lost_and_said(monkeypatch):
 
 
 def test_work_that_the_kernel_cannot_do_is_refused():
-    with pytest.raises(ValueError, match="dtype: 'float32'"):
+    with pytest.raises(ValueError, match="dtype must be .*got 'float32'"):
         session.record(
             Workload.of(seqlen=8, heads=1, head_dim=64, dtype="float32"), torch.device("cuda")
         )

@@ -1,9 +1,8 @@
 // Attention backward for Hopper (sm_90a).
 //
 // Problem   dq, dk, dv of out = softmax(mask(cap(q k^T scale))) v, see attn/params.h.
-// Roles     In warpgroup 0 one thread loads by TMA, one for each consumer adds dQ by TMA, and a
-// warp
-//           takes tiles. Warpgroups 1 and 2 consume: each owns 64 keys.
+// Roles     In warpgroup 0 one thread loads by TMA, one for each consumer adds dQ by TMA, and one
+//           warp takes tiles. Warpgroups 1 and 2 consume: each owns 64 keys.
 // Pipeline  A thread block takes tiles of 128 keys one after the other, and loops over the query
 //           heads and query blocks that see them. S^T = K Q^T and dP^T = V dO^T give P^T and dS^T
 //           in registers, as A operands of dV += P^T dO and dK += dS^T Q. Shared memory passes dS

@@ -94,7 +94,9 @@ BEGAN = TILES  # 1 in the row of a block that ran
 
 # Optional marks; and the words of CONSUMER_TILE for a consumer's own key blocks: for the first one,
 # which the steps follow, and for all of them.
-TAKE = [state.mark for state in SCHEDULER_TILE].index("Take")  # the first tile is not taken
+_SCHEDULER_MARKS = [state.mark for state in SCHEDULER_TILE]
+# The first tile of a thread block is described at its start.
+NOT_FIRST = [_SCHEDULER_MARKS.index(mark) for mark in ("Take", "AwaitSlot")]
 RAISE_MAXIMUM = [state.mark for state in CONSUMER_STEP].index("RaiseMaximum")
 _CONSUMER_MARKS = [state.mark for state in CONSUMER_TILE]
 FIRST_BLOCK = range(_CONSUMER_MARKS.index("AwaitK"), _CONSUMER_MARKS.index("AwaitLastV"))

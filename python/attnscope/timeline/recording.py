@@ -299,7 +299,7 @@ def _in_order(
     marks = tiles[:, : word.size]
     handed = number < len(blocks)
     if role == "scheduler":
-        add(marks, (word != layout.TAKE) | (number > 0), number, 0, 0, word, word, -1)
+        add(marks, ~np.isin(word, layout.NOT_FIRST) | (number > 0), number, 0, 0, word, word, -1)
     elif role in ("producer", "queries"):
         add(marks, handed | (word == 0), number, 0, 0, word, word, -1)
     else:
