@@ -28,7 +28,7 @@ enum class Fault : uint32_t {
   kCopy,         // their producer pauses before a copy
   kQuery,        // forward: the producer of Q pauses before a copy
   kRelease,      // a consumer releases a buffer late
-  kReleaseTile,  // forward: a reader of a tile's description releases it late
+  kReleaseTile,  // a reader of a tile's description releases it late
   kTile,         // a tile is handed out late; backward: or prepared late
   kScores,       // backward: P, dS or dQ is passed on late
   kAdd,          // backward: dQ is added late to global memory

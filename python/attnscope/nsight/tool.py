@@ -271,6 +271,7 @@ def run(step: Step, stem: Path) -> Done:
         text=True,
         errors="replace",
         start_new_session=True,  # so that an interrupt of this process does not end it at once
+        preexec_fn=_interruptible,
     )
     lines: tuple[list[str], list[str]] = ([], [])
     readers = [
@@ -307,6 +308,11 @@ def _copy(pipe: IO[str], path: Path, into: list[str], echo: bool) -> None:
             log.flush()
             if echo and not PROGRESS.match(line):
                 sys.stderr.write(line)
+
+
+def _interruptible() -> None:
+    """A child of a process that ignores SIGINT (`nohup ... &`) would ignore it too."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _interrupt(process: subprocess.Popen[str]) -> None:

@@ -16,7 +16,7 @@ KINDS = ("late-copy", "copy", "query", "release", "release-tile", "tile", "score
 # Those that have an occasion in the kernels of a mode; turns are of deterministic calls.
 MODES = {
     "forward": ("late-copy", "copy", "query", "release", "release-tile", "tile"),
-    "backward": ("late-copy", "copy", "release", "tile", "scores", "add", "turn"),
+    "backward": ("late-copy", "copy", "release", "release-tile", "tile", "scores", "add", "turn"),
 }
 RATE_UNIT = 65536  # a plan's rate is a share of this many occasions
 MAX_CYCLES = 20_000
