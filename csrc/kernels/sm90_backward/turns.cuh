@@ -27,15 +27,21 @@ __device__ __forceinline__ void await_turn(const BackwardArguments& a, const int
   }
 }
 
+// How many key blocks of kBlockN keys add to a block of kBlockM queries before tile `t` does.
+template <int kBlockM, int kBlockN>
+__device__ __forceinline__ int turn_number(const BackwardArguments& a, const KeyTile& t,
+                                           int block) {
+  const ForwardParams& p = a.params.forward;
+  const Window window{t.seqlen_k - t.seqlen_q, p.window_left, p.window_right};
+  const int last_row = min((block + 1) * kBlockM, t.seqlen_q) - 1;
+  return (window.end_key(last_row, t.seqlen_k) - 1) / kBlockN - t.key_block;
+}
+
 template <class Config>
 struct Turns {
-  // How many key blocks add to a block of queries before tile `t` does.
   __device__ __forceinline__ static int number(const BackwardArguments& a, const KeyTile& t,
                                                int block) {
-    const ForwardParams& p = a.params.forward;
-    const Window window{t.seqlen_k - t.seqlen_q, p.window_left, p.window_right};
-    const int last_row = min((block + 1) * Config::kBlockM, t.seqlen_q) - 1;
-    return (window.end_key(last_row, t.seqlen_k) - 1) / Config::kBlockN - t.key_block;
+    return turn_number<Config::kBlockM, Config::kBlockN>(a, t, block);
   }
 
   // Waits until all earlier key blocks have added to `part` of dQ, of a block of queries.

@@ -129,14 +129,10 @@ class QueryConsumer : WideRole<Config> {
   // Deterministic calls: each warp has turns of its own, see turns.cuh. A turn is passed on beside
   // the next product, when its additions have long completed.
   __device__ __forceinline__ void await_turn(int column) {
-    const KeyTile& t = s.tile;
-    const ForwardParams& p = a.params.forward;
-    const Window window{t.seqlen_k - t.seqlen_q, p.window_left, p.window_right};
-    const int last_row = min((block + 1) * kBlockM, t.seqlen_q) - 1;
-    const int last_block = (window.end_key(last_row, t.seqlen_k) - 1) / WideTileConfig::kBlockN;
+    const int number = turn_number<kBlockM, WideTileConfig::kBlockN>(a, s.tile, block);
     turn = ticket(column);
     if (threadIdx.x % 32 == 0) {
-      sm90::await_turn(a, turn, last_block - t.key_block);
+      sm90::await_turn(a, turn, number);
       ptx::fence_proxy_async_global();
     }
     __syncwarp();
