@@ -338,9 +338,12 @@ def test_bench_takes_a_mode(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--mode", "sideways"], "mode: 'sideways' is not one of forward, backward, both"),
-        (["--deterministic"], "deterministic: needs mode backward or both, got mode forward"),
-        (["--mode", "backward", "--graph"], "graph: a backward alone cannot be captured"),
+        (["--mode", "sideways"], "mode must be one of forward, backward, both, got 'sideways'"),
+        (["--deterministic"], "deterministic must be used with mode backward or both, got forward"),
+        (
+            ["--mode", "backward", "--graph"],
+            "mode must be forward or both with --graph, got backward",
+        ),
     ],
 )
 def test_bad_modes_are_explained(arguments, message):
