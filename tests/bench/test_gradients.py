@@ -160,7 +160,7 @@ def test_kernel_names_of_a_backward_match_one_impl(ran):
         assert (mismatch is None) == (ran == claimed), (ran, claimed)
 
 
-def test_impls_without_a_backward_say_so():
+def test_impls_without_a_backward_have_a_reason():
     cuda = torch.device("cuda")
     half = Workload.of(seqlens=[64], heads=2, head_dim=64, mode="backward")
     assert IMPLS["fa3-metadata"].cannot(half, cuda) == "has no backward"

@@ -36,7 +36,7 @@ def test_names_aliases_and_defaults_resolve():
         resolve(["fash"])
 
 
-def test_every_impl_says_where_it_runs():
+def test_every_impl_names_its_devices():
     for impl in IMPLS.values():
         if "cpu" not in impl.ran:
             assert impl.cannot(work(), CPU) == "runs on cuda only, not on cpu"

@@ -344,7 +344,9 @@ def test_many_workloads_that_form_no_curve_are_several_figures() -> None:
         ({}, {}, "env must have device, gpu and torch"),
     ],
 )
-def test_rows_that_say_nothing_are_bad_input(tmp_path: Path, row: Row, env: Row, said: str) -> None:
+def test_rows_without_a_workload_or_environment_are_bad_input(
+    tmp_path: Path, row: Row, env: Row, said: str
+) -> None:
     work = Workload.of(head_dim=64, heads=2, seqlen=64)
     rows = [ok_row("fa3", work, 1.0) | row]
     path = tmp_path / "r.json"

@@ -54,7 +54,7 @@ def rows_of(tmp_path: Path, *impls: Impl, **more) -> list[dict]:
     return [rows[WORK.id, impl.name] for impl in impls]
 
 
-def test_a_good_row_says_all(tmp_path):
+def test_a_good_row_has_every_field(tmp_path):
     (row,) = rows_of(tmp_path, GOOD)
     assert row["status"] == "ok" and row["reason"] == "pct_peak: no peak is known for CPUs"
     assert len(row["samples_ms"]) == 5
@@ -265,7 +265,7 @@ def test_resume_runs_what_is_missing_or_failed_and_keeps_the_rest(tmp_path):
     assert second[WORK.id, "new"]["ratio"] is not None
 
 
-def test_after_a_broken_context_the_rest_says_so_and_can_be_resumed(tmp_path, monkeypatch):
+def test_after_a_broken_context_the_rest_has_the_reason_and_can_be_resumed(tmp_path, monkeypatch):
     def illegal(work, inputs, right):
         raise RuntimeError("illegal memory access")
 
@@ -333,7 +333,7 @@ def test_a_killed_sweep_keeps_its_rows_and_is_finished_by_resume(tmp_path):
     assert {row["status"] for row in rows} == {"ok"}
 
 
-def test_an_interrupted_sweep_says_how_to_go_on(tmp_path):
+def test_an_interrupted_sweep_prints_how_to_resume(tmp_path):
     suite, path = tmp_path / "slow.yaml", tmp_path / "r.json"
     suite.write_text(SLOW_SUITE)
     command = [sys.executable, "-m", "attnscope", "bench", "--suite", str(suite)]

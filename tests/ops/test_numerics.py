@@ -270,7 +270,7 @@ class TestSampling:
 
         return check(self.work, run)
 
-    def test_it_says_what_was_compared(self):
+    def test_it_prints_what_was_compared(self):
         verdict = check(self.work)
         assert verdict.passed and verdict.checked == "2 of 8 heads, 476 of 1500 rows"
 

@@ -119,7 +119,7 @@ def test_tables_are_no_wider_than_the_terminal_whatever_the_names(
     assert "[bold]x[/bold]" in run("--trace", str(tmp_path / "odd.json"))[1]
 
 
-def test_without_a_gpu_that_is_said_once_and_no_empty_column_is_shown(script: str) -> None:
+def test_without_a_gpu_one_line_reports_it_and_no_empty_column_is_shown(script: str) -> None:
     code, out = run("--stacks", script)
     assert code == 0 and out.count("no GPU time") == 1
     assert "memcpy" not in out and "cpu" in out

@@ -258,7 +258,7 @@ def test_command_on_a_gpu(tmp_path: Path) -> None:
     assert ours == {"forward": 2 * run.PASSES, "backward": 3 * 2 * run.PASSES}
 
 
-def test_the_old_name_of_the_integration_works_and_says_what_to_use() -> None:
+def test_the_old_name_of_the_integration_works_and_names_the_new_one() -> None:
     sys.modules.pop("attnscope.transformers", None)
     with pytest.warns(DeprecationWarning, match="import attnscope.integrations.transformers"):
         from attnscope.transformers import register

@@ -334,7 +334,7 @@ def test_ctrl_c_keeps_what_was_done(tmp_path: Path) -> None:
     assert [row["context"] for row in json.loads(path.read_text())["rows"]] == [16]
 
 
-def test_profile_model_pair_says_what_each_change_brought(tmp_path: Path) -> None:
+def test_profile_model_pair_reports_what_each_change_brought(tmp_path: Path) -> None:
     code, said = script(
         "profile_model.py", "pair", "--model", "tiny", "--context", "16", "--larger-batch", "8",
         "--device", "cpu", "--output", str(tmp_path),
