@@ -2,7 +2,6 @@
 
 import gc
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pandas
 import pytest
+from forked import run_python
 from made_trace import RECORDED, kernel, launch, named, op, write_trace
 from rich.cells import cell_len
 from rich.console import Console
@@ -206,8 +206,7 @@ def test_a_script_without_ops_has_nothing_to_show_or_write(tmp_path: Path) -> No
 
 def test_a_module_runs_as_main(tmp_path: Path) -> None:
     (tmp_path / "my_module.py").write_text(SCRIPT + "assert __name__ == '__main__'\n")
-    command = [sys.executable, "-m", "attnscope", "profile", "-m", "my_module", "--flag"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=os.environ)
+    done = run_python("-m", "attnscope", "profile", "-m", "my_module", "--flag", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "arguments ['--flag']" in done.stdout and "my_module: " in done.stdout
 
@@ -386,8 +385,7 @@ def test_a_fork_that_exits_ends_there(tmp_path: Path, ends: str, code: int) -> N
         f"if not child:\n    print('in the fork')\n    {ends}\n"
         "print('child', os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
     )
-    command = [sys.executable, "-m", "attnscope", "profile", str(path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = run_python("-m", "attnscope", "profile", str(path))
     assert result.returncode == 0 and f"in the fork\nchild {code}\n" in result.stdout
     assert result.stdout.count("\naten::ones ") == 1
 
@@ -416,8 +414,7 @@ SECOND = {
 def test_a_second_profiler_in_the_script_is_an_error(how: str, tmp_path: Path) -> None:
     """In a separate process: PyTorch aborts if the second profiler is not detected in time."""
     (tmp_path / "second.py").write_text(f"import torch\ntorch.ones(3) * 2\n{SECOND[how]}\n")
-    command = [sys.executable, "-m", "attnscope", "profile", "second.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = run_python("-m", "attnscope", "profile", "second.py", cwd=tmp_path)
     said = done.stdout + done.stderr
     assert done.returncode == 2 and "must contain no other profiler" in said, said
     assert "Traceback" not in said

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import run_python
 from signals import uninterruptible
 from typer.testing import CliRunner
 
@@ -360,8 +361,7 @@ print("child", child.exitcode)
 def test_a_forked_process_goes_on(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(FORKED)
-    command = [sys.executable, "-m", "attnscope", "profile", "--steps", "2:3", str(script)]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = run_python("-m", "attnscope", "profile", "--steps", "2:3", str(script))
     assert "child 7" in result.stdout
     assert result.returncode == 2 and "a region of 0 steps" in result.stdout + result.stderr
 
