@@ -455,14 +455,9 @@ def test_without_the_source_tree_the_command_is_an_error(tmp_path, monkeypatch):
     assert library.source_tree() == ROOT
 
 
-@pytest.mark.skipif(
-    not (PACKAGE / "_C_cuda.so").exists() or sass.cuobjdump() is None,
-    reason="_C_cuda.so is not built, or no cuobjdump",
-)
+@pytest.mark.skipif(not (PACKAGE / "_C_cuda.so").exists(), reason="_C_cuda.so is not built")
 def test_nothing_of_it_is_in_the_normal_build():
     assert b"g_timeline" not in (PACKAGE / "_C_cuda.so").read_bytes()
-    for name, code in sass.functions(PACKAGE / "_C_cuda.so", "sm_90a").items():
-        assert not re.search(r"CLOCK|GLOBALTIMER|VIRTUALSMID", code), name
 
 
 @pytest.fixture(scope="module")

@@ -139,7 +139,7 @@ def _reports(folder: Path) -> Iterator[tuple[str, Path | None, Path | None]]:
 
 
 def _configuration(name: str, about: Path | None) -> Row:
-    """The record beside a report, or what its name says."""
+    """The record beside a report, or what its name contains."""
     if about is not None:
         return json.loads(about.read_text())
     match = NAME.fullmatch(name)
