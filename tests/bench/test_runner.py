@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import run_python
 from signals import interruptible
 
 from attnscope.bench import runner
@@ -304,8 +305,8 @@ def test_errors_are_explained_in_one_line():
 
 SLOW_SUITE = """\
 cpu:
-  - seqlen: [496, 497, 498, 499, 500, 501, 502, 503, 504, 505]
-    heads: 8
+  - seqlen: [496, 497, 498, 499, 500, 501]
+    heads: 2
     head_dim: 64
     dtype: float32
 """
@@ -324,12 +325,12 @@ def test_a_killed_sweep_keeps_its_rows_and_is_finished_by_resume(tmp_path):
             time.sleep(0.01)
         os.kill(process.pid, signal.SIGKILL)
     killed = read_results(path)["rows"]
-    assert 1 <= len(killed) < 10
-    done = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=300)
+    assert 1 <= len(killed) < 6
+    done = run_python(*command[1:], "--resume")
     assert done.returncode == 0, done.stderr
     rows = read_results(path)["rows"]
     assert rows[: len(killed)] == killed
-    assert [row["seqlen_q"] for row in rows] == list(range(496, 506))
+    assert [row["seqlen_q"] for row in rows] == list(range(496, 502))
     assert {row["status"] for row in rows} == {"ok"}
 
 

@@ -109,8 +109,9 @@ def test_ranges_stand_around_the_parts_and_go_again(
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_command_writes_records_and_report(tmp_path: Path) -> None:
+def test_command_writes_records_and_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
+    monkeypatch.setattr(run, "SAMPLES", 2)
     code, said = command(*SMALL, "--output", str(tmp_path))
     assert code == 0, said
     content = json.loads((tmp_path / "transformers.json").read_text())
