@@ -54,7 +54,7 @@ lint: build
 
 docs: build
 	$(call EXTRA,docs)
-	$(PY) tools/check_tree.py links words
+	$(PY) tools/check_tree.py links
 	$(PY) tools/site/make_site.py site
 
 clean:
