@@ -1,6 +1,11 @@
-"""DistributedDataParallel over NCCL: run with `torchrun --nproc-per-node 2`."""
+"""DistributedDataParallel over NCCL: run with `torchrun --nproc-per-node 2`.
+
+An argument is how many milliseconds the last rank is late to each step.
+"""
 
 import os
+import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -18,7 +23,11 @@ layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU
 model = DistributedDataParallel(nn.Sequential(*layers).cuda(), device_ids=[local])
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 inputs = torch.randn(BATCH, WIDTH, device="cuda")
+late_s = float(sys.argv[1]) / 1e3 if sys.argv[1:] else 0.0
 for _ in range(STEPS):
+    if late_s and dist.get_rank() == dist.get_world_size() - 1:
+        torch.cuda.synchronize()
+        time.sleep(late_s)
     with torch.autocast("cuda", torch.bfloat16):
         loss = F.mse_loss(model(inputs), inputs)
     loss.backward()
