@@ -201,11 +201,12 @@ class Attribution:
         return tuple(f for f in self._frames(event) if not f.startswith(MODULE))
 
     @cached_property
-    def _has_frames(self) -> bool:
+    def has_frames(self) -> bool:
+        """Whether Python frames or modules were recorded."""
         return any(event.kind == "python" for event in self.trace.cpu)
 
     def _frames(self, event: CpuEvent | GpuEvent) -> tuple[str, ...]:
-        if not self._has_frames:
+        if not self.has_frames:
             return ()
         if isinstance(event, GpuEvent):
             owner = self.op(event) or (self.trace.cpu[event.launch] if event.launch >= 0 else None)
@@ -252,10 +253,13 @@ class Attribution:
 
 def busy_ns(events: Iterable[CpuEvent | GpuEvent]) -> int:
     """Nanoseconds in which at least one of the events ran: overlaps count once."""
+    spans = [(event.start, event.end) for event in events]
+    spans.sort()
     busy, until = 0, -1
-    for start, end in sorted((e.start, e.end) for e in events):
-        busy += max(0, end - max(start, until))
-        until = max(until, end)
+    for start, end in spans:
+        if end > until:
+            busy += end - (start if start > until else until)
+            until = end
     return busy
 
 
