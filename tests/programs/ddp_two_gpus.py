@@ -1,6 +1,6 @@
 """DistributedDataParallel over NCCL: run with `torchrun --nproc-per-node 2`.
 
-An argument is how many milliseconds the last rank is late to each step.
+Two arguments: the number of steps, and how many milliseconds the last rank is late to each.
 """
 
 import os
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-WIDTH, BATCH, STEPS = 4096, 2048, 8
+WIDTH, BATCH, STEPS = 4096, 2048, 30
 
 local = int(os.environ["LOCAL_RANK"])
 torch.cuda.set_device(local)
@@ -23,11 +23,11 @@ layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU
 model = DistributedDataParallel(nn.Sequential(*layers).cuda(), device_ids=[local])
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 inputs = torch.randn(BATCH, WIDTH, device="cuda")
-late_s = float(sys.argv[1]) / 1e3 if sys.argv[1:] else 0.0
-for _ in range(STEPS):
-    if late_s and dist.get_rank() == dist.get_world_size() - 1:
+steps, late_ms = map(int, sys.argv[1:] or (STEPS, 0))
+for _ in range(steps):
+    if late_ms and dist.get_rank() == dist.get_world_size() - 1:
         torch.cuda.synchronize()
-        time.sleep(late_s)
+        time.sleep(late_ms / 1e3)
     with torch.autocast("cuda", torch.bfloat16):
         loss = F.mse_loss(model(inputs), inputs)
     loss.backward()

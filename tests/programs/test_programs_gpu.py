@@ -21,7 +21,8 @@ from attnscope.profile import Profile
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 PROGRAMS = Path(__file__).parent
 TOLERANCE = 0.005  # of the GPU time
-LATE_MS, STEPS = 40, 8  # how late a rank is to each step of ddp_two_gpus.py, and its steps
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+LATE_STEPS, LATE_MS = 8, 40  # of ddp_two_gpus.py
 # Program and arguments -> the least share of its GPU time that must have an owner.
 CASES = {
     "gpt_training.py": 1.0,
@@ -39,6 +40,10 @@ def run(*command: str, folder: Path) -> str:
     # The same generated code in all runs: Inductor chooses it by time in the first.
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
     environment |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TRITON_CACHE_DIR": str(folder / "triton")}
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if worker and TORCHRUN[1] not in command:  # each worker of a parallel run has a GPU of its own
+        gpu = int(worker.removeprefix("gw")) % torch.cuda.device_count()
+        environment |= {"CUDA_VISIBLE_DEVICES": str(gpu)}
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240
     )
@@ -127,31 +132,52 @@ def test_a_trace_that_a_script_recorded_itself_is_read(tmp_path: Path) -> None:
     assert agree("own_profiler.py", ours, theirs, owners.share)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_ddp_on_two_gpus_is_recorded_by_rank_and_merged(tmp_path: Path) -> None:
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def record_ranks(folder: Path, script: list[str]) -> dict[str, Any]:
+    """The merged report of a program on two ranks."""
     ours = [sys.executable, "-m", "attnscope", "profile"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    script = program(f"ddp_two_gpus.py {LATE_MS}")
-    folder = tmp_path / "out"
-    run(*launcher, "--no-python", *ours, "--output", str(folder), *script, folder=tmp_path)
-    run(*ours, "--merge", str(folder), folder=tmp_path)
-    merged = json.loads((folder / "ranks.json").read_text())
+    out = folder / "out"
+    run(
+        sys.executable, *TORCHRUN, "--no-python", *ours, "--output", str(out), *script,
+        folder=folder,
+    )  # fmt: skip
+    run(*ours, "--merge", str(out), folder=folder)
+    merged: dict[str, Any] = json.loads((out / "ranks.json").read_text())
+    assert [row["state"] for row in merged["tables"]["ranks"]] == ["complete"] * 2
+    assert all(row["owned"] == 1 for row in merged["tables"]["ranks"])
+    return merged
+
+
+@TWO_GPUS
+def test_ddp_on_two_gpus_is_what_nsys_sees(tmp_path: Path) -> None:
+    script = program("ddp_two_gpus.py")
+    for _ in range(3):  # collectives slow the kernels beside them, differently in each run
+        merged = record_ranks(tmp_path, script)
+        theirs = nsys_by_device(tmp_path, [*TORCHRUN, *script])
+        same = []
+        for row, found in zip(merged["tables"]["ranks"], theirs, strict=True):
+            path = tmp_path / "out" / f"rank{row['rank']}" / "profile.json"
+            kernels = json.loads(path.read_text())["attribution"]["kernels"]
+            ours = (kernels, row["compute_us"] * 1e3)
+            same.append(agree(f"ddp_two_gpus.py, rank {row['rank']}", ours, found, row["owned"]))
+        if all(same):
+            return
+    pytest.fail(f"GPU time differs by more than {TOLERANCE:.1%} in three runs")
+
+
+@TWO_GPUS
+def test_waiting_for_a_late_rank_is_found_on_two_gpus(tmp_path: Path) -> None:
+    merged = record_ranks(tmp_path, program(f"ddp_two_gpus.py {LATE_STEPS} {LATE_MS}"))
+    tables = merged["tables"]
+    (reduced,) = (row for row in tables["communication"] if row["collective"] == "all_reduce")
     print(merged["verdict"])
-    ranks = merged["tables"]["ranks"]
-    assert [row["state"] for row in ranks] == ["complete"] * 2
-    assert all(row["owned"] == 1 for row in ranks)
-    (reduced,) = (r for r in merged["tables"]["communication"] if r["collective"] == "all_reduce")
     print({key: reduced[key] for key in ("calls", "time_us", "own_us", "waiting_us", "bus_gbs")})
     # The first rank waits for the last in one collective of each step.
-    assert reduced["waiting_us"] == pytest.approx(STEPS * LATE_MS * 1e3, rel=0.3)
-    assert ranks[1]["late"] >= STEPS and "most of it for rank 1" in merged["verdict"]
+    assert reduced["waiting_us"] == pytest.approx(LATE_STEPS * LATE_MS * 1e3, rel=0.3)
+    assert tables["ranks"][1]["late"] >= LATE_STEPS and "most of it for rank 1" in merged["verdict"]
     assert 10 < reduced["bus_gbs"] < 450  # NVLink of an H200: 450 GB/s in each direction
-    theirs = nsys_by_device(tmp_path, [*launcher[1:], *script])
-    for row, (count, compute_ns) in zip(ranks, theirs, strict=True):
-        owned = json.loads((folder / f"rank{row['rank']}" / "profile.json").read_text())
-        found = (owned["attribution"]["kernels"], row["compute_us"] * 1e3)
-        name = f"ddp_two_gpus.py rank {row['rank']}"
-        assert agree(name, found, (count, compute_ns), row["owned"])
 
 
 def nsys_by_device(folder: Path, command: list[str]) -> list[tuple[int, int]]:
