@@ -7,13 +7,12 @@ cross-check. `key_averages()` is not used.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Iterable
 from functools import cached_property
 
 from attnscope.profile.attribution.backward import Backward
 from attnscope.profile.attribution.graphs import Capture, captured_calls
+from attnscope.profile.attribution.threads import Threads
 from attnscope.profile.trace.events import CLOCKS_NS, CpuEvent, GpuEvent, Trace, is_open
 from attnscope.profile.trace.markers import GRAPH_LAUNCHES
 
@@ -28,10 +27,7 @@ class Attribution:
         self.trace = trace
         self._ops = {e.external_id: e for e in trace.cpu if e.kind == "op" and e.external_id}
         self._open = _open_ranges(trace.cpu)
-        self._by_thread: dict[int, list[CpuEvent]] = defaultdict(list)
-        for event in trace.cpu:
-            self._by_thread[event.thread].append(event)
-        self._starts = {t: [e.start for e in events] for t, events in self._by_thread.items()}
+        self._threads = Threads(trace)
 
     # Owners
 
@@ -82,17 +78,7 @@ class Attribution:
 
     def op_at(self, thread: int, time: int) -> CpuEvent | None:
         """The innermost op open on a thread at a time."""
-        return next((e for e in self._open_at(thread, time) if e.kind == "op"), None)
-
-    def _last_at(self, thread: int, time: int) -> CpuEvent | None:
-        """The last event that a thread began up to a time."""
-        at = bisect_right(self._starts.get(thread, []), time) - 1
-        return self._by_thread[thread][at] if at >= 0 else None
-
-    def _open_at(self, thread: int, time: int) -> list[CpuEvent]:
-        """The events open on a thread at a time, innermost first."""
-        last = self._last_at(thread, time)
-        return [e for e in (last, *self.trace.ancestors(last)) if e.end > time] if last else []
+        return next((e for e in self._threads.open_at(thread, time) if e.kind == "op"), None)
 
     @cached_property
     def disagreements(self) -> list[GpuEvent]:
@@ -158,7 +144,7 @@ class Attribution:
 
     def _ranges_at(self, thread: int, time: int) -> tuple[CpuEvent, ...]:
         """The ranges open on a thread at a time."""
-        last = self._last_at(thread, time)
+        last = self._threads.last_at(thread, time)
         if last is None:
             return ()
         around = [self.trace.cpu[i] for i in self._open[last.index]]
@@ -169,7 +155,7 @@ class Attribution:
 
     @cached_property
     def _backward(self) -> Backward:
-        return Backward(self.trace, self._by_thread, self._open_at)
+        return Backward(self.trace, self._threads)
 
     @property
     def autograd_threads(self) -> set[int]:
