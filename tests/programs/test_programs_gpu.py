@@ -5,10 +5,12 @@ Each program of this folder runs once under each of the two; neither sees the ot
 
 import json
 import os
+import re
 import shutil
 import sqlite3
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -130,6 +132,34 @@ def test_a_trace_that_a_script_recorded_itself_is_read(tmp_path: Path) -> None:
     theirs = nsys_kernels(tmp_path, script, "measured")
     ours = (len(profile.trace.kernels), float(owners.total_ns))
     assert agree("own_profiler.py", ours, theirs, owners.share)
+
+
+@pytest.mark.timing
+def test_a_long_program_takes_little_longer_and_its_report_comes_soon(tmp_path: Path) -> None:
+    """Until its end the program takes 15 % more at most; the report follows within 12 s."""
+    script = tmp_path / "timed.py"
+    path, *tokens = program("generate.py 320")
+    script.write_text(
+        f"import runpy, sys, time\nsys.argv = {[path, *tokens]}\n"
+        f"runpy.run_path({path!r}, run_name='__main__')\nprint('ended', time.time())\n"
+    )
+    plain = []
+    for _ in range(2):  # the first reads files from the disk
+        begin = time.time()
+        run(sys.executable, str(script), folder=tmp_path)
+        plain.append(time.time() - begin)
+    command = ["-m", "attnscope", "profile", "--output", str(tmp_path / "out"), str(script)]
+    begin = time.time()
+    text = run(sys.executable, *command, folder=tmp_path)
+    end = time.time()
+    ended = float(re.search(r"ended (\S+)", text)[1])  # type: ignore[index]
+    kernels = json.loads((tmp_path / "out" / "profile.json").read_text())["attribution"]["kernels"]
+    print(
+        f"{kernels:,} kernels: plain {plain[1]:.2f} s, profiled to the end of the program "
+        f"{ended - begin:.2f} s, then {end - ended:.2f} s until the command has ended"
+    )
+    assert kernels > 30_000 and end - ended < 12
+    assert ended - begin < 1.15 * plain[1]
 
 
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
