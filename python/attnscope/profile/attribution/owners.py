@@ -231,6 +231,11 @@ class Attribution:
         rest = (k for k in self.trace.kernels if k.index in self._captured and self.op(k) is None)
         return sum(kernel.duration for kernel in rest if self.captured_op(kernel) is not None)
 
+    @cached_property
+    def busy_ns(self) -> int:
+        """Time in which a kernel, a copy or a fill ran."""
+        return busy_ns(self.trace.gpu)
+
     @property
     def share(self) -> float | None:
         """owned_ns / total_ns; None if no kernel ran."""
