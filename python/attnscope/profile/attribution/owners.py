@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
+from math import inf
 
 from attnscope.profile.attribution.backward import Backward
 from attnscope.profile.attribution.graphs import Capture, captured_calls
@@ -259,12 +260,15 @@ def _open_ranges(events: list[CpuEvent]) -> list[tuple[int, ...]]:
 
     This is not the chain of parents: ranges may overlap without nesting.
     """
-    now: dict[int, tuple[int, ...]] = {}
+    now: dict[int, tuple[tuple[int, ...], float]] = {}  # thread -> ranges, the first end of them
     around = []
     for event in events:
-        ranges = now.get(event.thread, ())
-        if any(events[at].end <= event.start for at in ranges):
+        ranges, first_end = now.get(event.thread, ((), inf))
+        if first_end <= event.start:
             ranges = tuple(at for at in ranges if events[at].end > event.start)
+            first_end = min((events[at].end for at in ranges), default=inf)
+            now[event.thread] = ranges, first_end
         around.append(ranges)
-        now[event.thread] = (*ranges, event.index) if event.kind == "range" else ranges
+        if event.kind == "range":
+            now[event.thread] = (*ranges, event.index), min(first_end, event.end)
     return around
