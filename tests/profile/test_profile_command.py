@@ -207,7 +207,7 @@ def test_a_script_without_ops_has_nothing_to_show_or_write(tmp_path: Path) -> No
 def test_a_module_runs_as_main_and_soon(tmp_path: Path) -> None:
     # Importing torch._inductor takes seconds, and the module does not need it.
     checks = "assert __name__ == '__main__' and 'torch._inductor' not in sys.modules\n"
-    (tmp_path / "my_module.py").write_text(f"{SCRIPT}import sys\n{checks}")
+    (tmp_path / "my_module.py").write_text(f"import sys\n{checks}{SCRIPT}")
     command = [sys.executable, "-m", "attnscope", "profile", "-m", "my_module", "--flag"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=os.environ)
     assert done.returncode == 0, done.stderr
