@@ -30,8 +30,9 @@ class Layer(nn.Module):
 
 
 torch.manual_seed(0)
-layers = nn.ModuleList(Layer() for _ in range(LAYERS)).cuda().to(torch.bfloat16)
-embedding = nn.Embedding(VOCABULARY, WIDTH).cuda().to(torch.bfloat16)
+with torch.device("cuda"):
+    layers = nn.ModuleList(Layer() for _ in range(LAYERS)).to(torch.bfloat16)
+    embedding = nn.Embedding(VOCABULARY, WIDTH).to(torch.bfloat16)
 found = [1]
 with torch.inference_mode():
     for place in range(int(sys.argv[1]) if sys.argv[1:] else TOKENS):

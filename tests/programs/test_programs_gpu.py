@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 PROGRAMS = Path(__file__).parent
 TOLERANCE = 0.005  # of the GPU time
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+HOST_S = 0.5  # by which the start of a process varies
 LATE_STEPS, LATE_MS = 8, 40  # of ddp_two_gpus.py
 # Program and arguments -> the least share of its GPU time that must have an owner.
 CASES = {
@@ -139,7 +140,7 @@ def test_a_trace_that_a_script_recorded_itself_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.timing
 def test_a_long_program_takes_little_longer_and_its_report_comes_soon(tmp_path: Path) -> None:
-    """Until its end the program takes 15 % more at most; the report follows within 12 s."""
+    """Until its end the program takes at most 15 % more; the report follows within 12 s."""
     script = tmp_path / "timed.py"
     path, *tokens = program("generate.py 320")
     script.write_text(
@@ -162,7 +163,7 @@ def test_a_long_program_takes_little_longer_and_its_report_comes_soon(tmp_path: 
         f"{ended - begin:.2f} s, then {end - ended:.2f} s until the command has ended"
     )
     assert kernels > 30_000 and end - ended < 12
-    assert ended - begin < 1.15 * plain[1]
+    assert ended - begin < 1.15 * plain[1] + HOST_S
 
 
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -185,8 +186,9 @@ def record_ranks(folder: Path, script: list[str]) -> dict[str, Any]:
 
 @TWO_GPUS
 def test_ddp_on_two_gpus_is_what_nsys_sees(tmp_path: Path) -> None:
-    script = program("ddp_two_gpus.py")
-    for _ in range(3):  # collectives slow the kernels beside them, differently in each run
+    # One bucket: collectives slow the kernels beside them, differently in each run.
+    script = program("ddp_two_gpus.py 30 0 1000")
+    for _ in range(3):
         merged = record_ranks(tmp_path, script)
         theirs = nsys_by_device(tmp_path, [*TORCHRUN, *script])
         same = []
@@ -202,7 +204,7 @@ def test_ddp_on_two_gpus_is_what_nsys_sees(tmp_path: Path) -> None:
 
 @TWO_GPUS
 def test_waiting_for_a_late_rank_is_found_on_two_gpus(tmp_path: Path) -> None:
-    merged = record_ranks(tmp_path, program(f"ddp_two_gpus.py {LATE_STEPS} {LATE_MS}"))
+    merged = record_ranks(tmp_path, program(f"ddp_two_gpus.py {LATE_STEPS} {LATE_MS} 25"))
     tables = merged["tables"]
     (reduced,) = (row for row in tables["communication"] if row["collective"] == "all_reduce")
     print(merged["verdict"])
