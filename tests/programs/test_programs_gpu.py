@@ -140,9 +140,9 @@ def test_a_trace_that_a_script_recorded_itself_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.timing
 def test_a_long_program_takes_little_longer_and_its_report_comes_soon(tmp_path: Path) -> None:
-    """Until its end the program takes at most 15 % more; the report follows within 12 s."""
+    """Until its end it takes at most 15 % more; the report of 33,000 kernels follows in 12 s."""
     script = tmp_path / "timed.py"
-    path, *tokens = program("generate.py 320")
+    path, *tokens = program("generate.py 380")
     script.write_text(
         f"import runpy, sys, time\nsys.argv = {[path, *tokens]}\n"
         f"runpy.run_path({path!r}, run_name='__main__')\nprint('ended', time.time())\n"
@@ -162,7 +162,7 @@ def test_a_long_program_takes_little_longer_and_its_report_comes_soon(tmp_path: 
         f"{kernels:,} kernels: plain {plain[1]:.2f} s, profiled to the end of the program "
         f"{ended - begin:.2f} s, then {end - ended:.2f} s until the command has ended"
     )
-    assert kernels > 30_000 and end - ended < 12
+    assert kernels > 33_000 and end - ended < 12 * kernels / 33_000
     assert ended - begin < 1.15 * plain[1] + HOST_S
 
 
