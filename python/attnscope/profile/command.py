@@ -107,6 +107,8 @@ def profile_command(
         try:
             over = show_rank(found, how, rank) if rank else show(found, how)
             code = code or over
+        except BrokenPipeError:
+            raise
         except (ProfileError, OSError) as error:
             if isinstance(error, ProfileError) and form == "text":
                 print_lint(found.lint, lost=True)
