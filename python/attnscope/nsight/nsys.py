@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from attnscope.common.console import say
 from attnscope.nsight.captures import merge
-from attnscope.nsight.projection import no_such_range, parse_range
+from attnscope.nsight.projection import matches, no_such_range, parse_range
 from attnscope.nsight.recording import KERNEL, Recording, read_recording
 from attnscope.nsight.stats_csv import read_summary, reports_of
 from attnscope.nsight.tool import (
@@ -282,17 +280,6 @@ def _probe(session: Session, settings: NsysSettings, folder: Path, nsys: str) ->
             message += f". The program ended with exit code {done.code}"
         raise ValueError(message)
     return int(chosen.sum()), bool(found.registered[chosen].all())
-
-
-def matches(recording: Recording, text: str) -> np.ndarray:
-    """Mask of the ranges that nsys would take for `text`: exact names only."""
-    name, domain = parse_range(text)
-    texts, ranges = recording.texts, recording.ranges
-    wanted = [at for at, one in enumerate(texts) if one == name]
-    chosen = np.isin(ranges["name"], wanted)
-    if domain is not None:
-        chosen &= np.isin(ranges["domain"], [at for at, one in enumerate(texts) if one == domain])
-    return chosen
 
 
 def _gate_error(error: ToolError, settings: NsysSettings, done: Sequence[Done]) -> ToolError:
