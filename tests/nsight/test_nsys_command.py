@@ -174,12 +174,12 @@ def test_a_recording_without_work_is_an_error(fake):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gate", "nvtx"], "gate must be one of none, range, cuda, got 'nvtx'"),
+        (["--gate", "nvtx"], "gate must be cuda or left out, got 'nvtx'"),
         (["--range", "@x"], "range must be name, name@domain or name@*, got '@x'"),
         (["--captures", "2"], "captures must be 1, or more with a gate, got 2"),
         (["--trace", "cuda,gpu"], "trace must be of cuda, cuda-hw, nvtx"),
         (["--trace", "cuda", "--range", "a"], "trace must have nvtx"),
-        (["--gate", "cuda", "--range", "a"], "gate must be range or left out with a range"),
+        (["--gate", "cuda", "--range", "a"], "gate must be left out with a range"),
         (["--sample", "gpu"], "sample must be one of none, cpu, got 'gpu'"),
         (["--format", "xml"], "format must be one of terminal, markdown, json, got 'xml'"),
         (["--config", "absent.yaml"], "config must be readable, got absent.yaml"),
