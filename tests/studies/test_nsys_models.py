@@ -148,9 +148,12 @@ def test_profile_model_records_each_configuration_once(tmp_path, monkeypatch):
     app = typer.Typer()
     app.command()(lm_command)
     arguments = ["--nsys", "--models", "tiny", "--contexts", "16,64", "--device", "cpu"]
-    for _ in range(2):
-        done = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path)])
+    for form in ("terminal", "markdown"):
+        line = [*arguments, "--output", str(tmp_path), "--format", form]
+        done = CliRunner().invoke(app, line)
         assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("# Where the time of a training step goes") and len(lines) <= 60
     assert len(calls) == 2  # recorded ones and failed ones are kept
     assert "no matching range: the gate did not open" in done.output
     assert (tmp_path / "lm-nsys.html").exists()
