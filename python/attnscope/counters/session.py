@@ -79,7 +79,7 @@ def collect(
         call()
         torch.cuda.synchronize()
         try:
-            collector = native.Collector(_context(), index, list(metrics.values()))
+            collector = native.Collector(_context(), index, list(dict.fromkeys(metrics.values())))
         except RuntimeError as error:
             raise Unavailable(explain(str(error))) from None
         try:
