@@ -2,7 +2,10 @@
 
 import json
 import shutil
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,13 @@ def nsys(*arguments: str) -> tuple[int, str, str]:
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout, result.stderr
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def made_report() -> MadeReport:
@@ -160,6 +170,30 @@ def test_a_time_out_interrupts_the_program(fake):
     code, _, stderr = nsys("--timeout", "0.3", "--output", "out", "--", "sleep", "20")
     assert code == 1 and "time-out: profile took longer than 0.3 s" in stderr
     assert json.loads(Path("out/commands.json").read_text())["commands"][0]["exit_code"] != 0
+
+
+def test_a_tool_does_not_outlive_the_command(tmp_path):
+    """Left behind, it would keep the GPU's counters."""
+    lines = [
+        "from pathlib import Path",
+        "from attnscope.nsight.tool import Step, run",
+        "run(Step('x', ['sh', '-c', 'echo $$ > pid; exec sleep 30']), Path('x'))",
+    ]
+    started = subprocess.Popen([sys.executable, "-c", "\n".join(lines)], cwd=tmp_path)
+    pid = tmp_path / "pid"
+    wait_until(lambda: pid.is_file() and pid.read_text().endswith("\n"))
+    status = Path(f"/proc/{int(pid.read_text())}/status")
+    assert status.exists()
+
+    def ended() -> bool:
+        try:
+            return "\nState:\tZ" in status.read_text()
+        except OSError:
+            return True
+
+    started.kill()
+    started.wait()
+    wait_until(ended)
 
 
 def test_a_recording_without_work_is_an_error(fake):
