@@ -114,7 +114,10 @@ def test_a_folder_of_reports_becomes_the_report_beside_pytorchs_profiler(tmp_pat
     assert [row["difference"] is None for row in both] == [True] * 3 + [False] * 2 + [True]
     assert "other times (two runs, two clocks): most +7.0 us in nvjet" in both[3]["difference"]
     text = (tmp_path / "lm-nsys.md").read_text()
-    assert "out of memory: 80 GiB" in text and "4 of 6 phases agree within 0.5 %" in text
+    assert (
+        "out of memory: 80 GiB" in text
+        and "6 of 6 phases have as many kernels, 4 agree within 0.5 %" in text
+    )
     assert len(read_record(tmp_path / "lm-nsys.json")["rows"]) == 3
 
 

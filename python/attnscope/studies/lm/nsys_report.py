@@ -30,7 +30,8 @@ def nsys_document(
     document = model_report(rows, env)
     document.title = "Where the time of a training step goes, by nsys"
     document.lead = [
-        f"{env.get('gpu')}, torch {env.get('torch')}, nsys {env.get('nsys')}",
+        f"{env.get('gpu')}, torch {env.get('torch')}, nsys {env.get('nsys')}"
+        + (f", {env['time']}" if env.get("time") else ""),
         "GPU time is the sum of kernel durations in one step that nsys recorded; copies are apart. "
         "The wall clock is the median of steps of the same process before the recording began.",
         "Kernels belong to the NVTX range that was open at their launch; backward kernels belong "
@@ -39,7 +40,9 @@ def nsys_document(
     if both := compare_rows(rows, profiled):
         far = sum(row["difference"] is not None for row in both)
         text = "The same configurations in another process under PyTorch's profiler. "
-        text += f"{len(both) - far} of {len(both)} phases agree within 0.5 %."
+        same = sum(row["nsys kernels"] == row["profiler kernels"] for row in both)
+        text += f"{same} of {len(both)} phases have as many kernels, "
+        text += f"{len(both) - far} agree within 0.5 %."
         document.sections.append(Section("Beside PyTorch's profiler", text, both))
     return document
 
