@@ -89,7 +89,7 @@ def parse_range(text: str) -> tuple[str, str | None]:
 
 def matches(recording: Recording, text: str, plain: Array | None = None) -> Array:
     """Mask of the ranges that `text` names (see `parse_range`). `plain`: for each text, the number
-    of the name that counts; left out, names count as they are, as for nsys."""
+    of the name that counts; left out, names count unchanged, as for nsys."""
     name, domain = parse_range(text)
     texts, ranges = recording.texts, recording.ranges
     if name not in texts or (domain is not None and domain not in texts):
