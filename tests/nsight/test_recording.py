@@ -26,7 +26,6 @@ from attnscope.nsight.scheduling import (
     memory_rows,
     stream_rows,
 )
-from attnscope.nsight.selection import choose
 from attnscope.nsight.stats_csv import read_summary
 
 RECORDED = Path(__file__).parents[1] / "support/nsys"
@@ -213,19 +212,6 @@ def test_streams_and_devices_show_overlap_and_strays(tmp_path):
     assert [(row["GPU"], row["kernels"]) for row in device_rows(of)] == [(0, 8), (1, 1)]
 
 
-def test_top_kernels_are_the_functions_with_most_time(tmp_path):
-    made = MadeReport()
-    made.range("r", 0, 100)
-    for name, start, length in (("void a<int>()", 10, 5), ("void a<float>()", 30, 9), (K, 50, 12)):
-        made.kernel(name, start, start + 2, start + 2 + length)
-    made.kernel("void outside()", 200, 300, 900)
-    path = made.save(tmp_path / "r.sqlite")
-    first, second = choose(path, 2, "r")
-    assert (first.function, first.calls, first.total_us) == ("a", 2, pytest.approx(14))
-    assert (second.function, second.total_us) == ("f", pytest.approx(12))
-    assert choose(path, 1)[0].function == "outside"
-
-
 def test_captures_of_one_run_are_joined_without_a_gap_between(tmp_path):
     recordings = []
     for number, name in enumerate((K, "void g(int)")):
@@ -251,17 +237,6 @@ def test_reading_takes_time_in_proportion_to_the_file(tmp_path):
     assert np.all(of.recording.work["pid"] == GLOBAL_PID)
     # 200 MB in 5 s, and as much again for a slow machine.
     assert seconds < 10 * path.stat().st_size / 200e6 + 0.5
-
-
-def test_a_folder_of_a_session_selects_the_kernels_that_ncu_profiles(tmp_path):
-    made = MadeReport()
-    made.range("r", 0, 100, "attnscope")
-    for name, length in (("void ns::a<int>()", 5), ("void b(int)", 9)):
-        made.kernel(name, 10, 20, 20 + length)
-    made.save(tmp_path / "report.sqlite")
-    assert [one.function for one in choose(tmp_path, 2, "r@attnscope")] == ["b", "a"]
-    with pytest.raises(ValueError, match="got 'other'"):
-        choose(tmp_path, 1, "other")
 
 
 @pytest.fixture(scope="module")
