@@ -101,7 +101,9 @@ def pair_command(
     context: Annotated[int, typer.Option(min=1, help="Context length.")] = 512,
     impl: Annotated[str, typer.Option(help="Attention of the optimised loop.")] = "sdpa-flash",
     batch: Annotated[int, typer.Option(min=1, help="Sequences a step of the plain loop.")] = 4,
-    larger_batch: Annotated[int, typer.Option(min=1, help="Of the optimised one.")] = 32,
+    larger_batch: Annotated[
+        int, typer.Option(min=1, help="Sequences a step of the optimised loop.")
+    ] = 32,
     output: Output = Path("pair_report"),
     timeout: Timeout = 600.0,
     device: Device = None,

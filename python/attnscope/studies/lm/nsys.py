@@ -108,7 +108,9 @@ def read_folder(folder: Path, profiled: Sequence[Row] = ()) -> tuple[list[Row], 
         if row["status"] == "ok":
             try:
                 if report is None:
-                    raise ValueError(f"{name} has no report.sqlite and no report.nsys-rep")
+                    raise ValueError(
+                        f"{name} must have report.sqlite or report.nsys-rep, got neither"
+                    )
                 recording = import_report(report)
                 step = Step(recording)
                 row |= asdict(step.work(_flops(row, profiled)))
@@ -139,7 +141,7 @@ def _reports(folder: Path) -> Iterator[tuple[str, Path | None, Path | None]]:
 
 
 def _configuration(name: str, about: Path | None) -> Row:
-    """The record beside a report, or what its name says."""
+    """The record beside a report, or what its name contains."""
     if about is not None:
         return json.loads(about.read_text())
     match = NAME.fullmatch(name)
@@ -193,7 +195,9 @@ class Step:
         kernels = np.flatnonzero(of.is_kernel)
         places = self.places
         if not any(phase in PHASES for phase, _ in places):
-            raise ValueError(f"{of.recording.path}: no kernel in a range {', '.join(PHASES)}")
+            raise ValueError(
+                f"{of.recording.path} must have kernels in {', '.join(PHASES)}, got none"
+            )
         calls: Counter[tuple[Any, ...]] = Counter()
         times: Counter[tuple[Any, ...]] = Counter()
         for at in kernels.tolist():
