@@ -1,6 +1,8 @@
 """The command line: output, files and errors."""
 
+import errno
 import json
+import lzma
 import os
 import subprocess
 import sys
@@ -274,3 +276,25 @@ def test_the_script_takes_lengths_and_an_output(tmp_path):
     rows = json.loads(path.read_text())["rows"]
     assert {row["seqlen_q"] for row in rows} == {32, 48}
     assert {row["impl"] for row in rows} == {"cpu", "naive", "sdpa-math", "sdpa-flash"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "nsys --import {folder}/gated.sqlite --json",
+        "ncu --import tests/support/ncu/attention.csv --json",
+        "kernels --json",
+    ],
+)
+def test_a_reader_that_has_enough_is_no_error(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = lzma.decompress((ROOT / "tests/support/nsys/gated.sqlite.xz").read_bytes())
+    (tmp_path / "gated.sqlite").write_bytes(report)
+
+    def closed(*_: object, **__: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("builtins.print", closed)
+    assert attnscope(*line.format(folder=tmp_path).split()) == (1, "")

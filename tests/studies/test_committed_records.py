@@ -17,7 +17,8 @@ from attnscope.studies.ops.records import read_attempts as read_ops
 ROOT = Path(__file__).parents[2]
 RESULTS = sorted((ROOT / "benchmarks/results").rglob("*.json"))
 REPORTS = {
-    "lm": read_models, "pair": read_models, "transformers": read_llama, "attribution": read_ops,
+    "lm": read_models, "lm-nsys": read_models, "pair": read_models, "transformers": read_llama,
+    "attribution": read_ops,
 }  # fmt: skip
 
 
