@@ -134,7 +134,7 @@ def test_backward_tiles_differ_by_their_keys_or_are_named_by_their_row():
     "other",
     [symbol(64), symbol(128, folder="sm90"), symbol(128, op="backward"), "cub::sort_kernel<128>"],
 )
-def test_a_tile_without_an_instance_is_a_row_that_says_so(other):
+def test_a_tile_without_an_instance_is_a_row_with_the_reason(other):
     (row,) = kernels.join([TILE], [usage(other)])
     assert row["arch"] is None
     assert row["missing"] == "no instance in this build"
