@@ -436,7 +436,7 @@ def slow(*values: object) -> object:
     ],
 )
 def test_one_consumer_of_the_narrow_kernel_is_right_in_every_order(values, pattern, options):
-    """13,304 states (two warps) to 29,498 (head dim 128)."""
+    """Slow: 247,723 states (two warps)."""
     assert_sound(Narrow(1, values, pattern, **options).model)
 
 
@@ -454,7 +454,7 @@ def test_one_consumer_of_the_narrow_kernel_is_right_in_every_order(values, patte
 def test_consumers_of_the_narrow_kernel_are_right_in_every_order(
     consumers, values, pattern, options
 ):
-    """29,841 and 39,453 states; slow: 189,603 (hidden)."""
+    """Slow: 190,311 states (steps passed over), 270,647 (three consumers)."""
     assert_sound(Narrow(consumers, values, pattern, brief=True, **options).model)
 
 
