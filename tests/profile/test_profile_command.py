@@ -209,7 +209,7 @@ def test_a_module_runs_as_main_and_soon(tmp_path: Path) -> None:
     checks = "assert __name__ == '__main__' and 'torch._inductor' not in sys.modules\n"
     (tmp_path / "my_module.py").write_text(f"import sys\n{checks}{SCRIPT}")
     command = [sys.executable, "-m", "attnscope", "profile", "-m", "my_module", "--flag"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=os.environ)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "arguments ['--flag']" in done.stdout and "my_module: " in done.stdout
 
