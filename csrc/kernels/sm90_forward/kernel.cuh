@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   }
   Timeline::begin(threadIdx.x == 0);
   __syncthreads();
-  if (threadIdx.x == 32) load_first_tile<Config>(a, s);
+  if (threadIdx.x / 32 == 1) hand_first_tile<Config>(a, s);
 
   if (threadIdx.x < 128) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();

@@ -208,6 +208,12 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
       }
     }
     timeline.tile(tiles, SchedulerTile::kHand);
+    if (described && w.loading) {  // handed out already
+      note_tile(timeline, tiles, w);
+      if (elected) ++s.queue.tiles;
+      __syncwarp();
+      continue;
+    }
     bool stop;
     while (true) {
       stop = described ? w.stop : !fill_in<Config, true>(a, s.queue, w);
