@@ -15,6 +15,7 @@ struct ForwardTile {
   int stages;          // buffers for K, and as many for V
   int blocks_per_sm;   // resident at a time
   int heads_per_tile;  // heads with rows and keys of their own
+  int key_parts;       // consumers that divide the keys of the same rows
   bool scores_live;    // keep S through the softmax; otherwise recompute S if the row max rises
   int min_queries;     // exclusive; 0: none
   int max_queries;     // not causal
@@ -23,7 +24,7 @@ struct ForwardTile {
 
   // In shared memory: column blocks of 64.
   constexpr int columns() const { return (head_dim + 63) / 64 * 64; }
-  constexpr int consumers() const { return heads_per_tile * block_m / 64; }
+  constexpr int consumers() const { return heads_per_tile * key_parts * block_m / 64; }
   // Column blocks of O on the way out.
   constexpr int out_stages() const { return columns() > 64 ? 2 : 1; }
   constexpr int threads() const { return 128 * (consumers() + 1); }
@@ -37,9 +38,10 @@ struct ForwardTile {
   }
   constexpr int shared_bytes() const {
     return 2 * columns() * heads_per_tile *
-               (q_stages * block_m + 2 * stages * block_n) +  // Q, K, V
-           2 * 64 * heads_per_tile * block_m * out_stages() +
-           1024;  // O on its way, barriers
+               (q_stages * block_m + 2 * stages * key_parts * block_n) +  // Q, K, V
+           2 * 64 * heads_per_tile * block_m * out_stages() +             // O on its way
+           (key_parts - 1) * 8 * block_m * (head_dim / 2 + 4) +           // O of other consumers
+           1024;                                                          // barriers
   }
 };
 
@@ -49,25 +51,29 @@ inline constexpr int kAnyQueries = INT_MAX;
 // Deliberately not `inline`: the dynamic linker would merge the tables of two builds loaded in one
 // process, such as the instrumented one.
 constexpr ForwardTile kForwardTiles[] = {
-    {64, 128, 64, 2, 3, 1, 2, false, 64, 128, 128,
+    {64, 128, 64, 2, 3, 1, 2, 1, false, 64, 128, 128,
      "S = 128, causal: 246, 123; 64 rows of one head, three blocks an SM: 207, 102"},
-    {64, 256, 64, 2, 4, 1, 1, false, 128, 1024, 4096,
+    {64, 256, 64, 2, 4, 1, 1, 1, false, 128, 1024, 4096,
      "causal S = 512, 1024: 278, 373; 192 rows of 128 keys: 241, 327"},
-    {64, 64, 64, 2, 3, 3, 1, true, 0, 128, 128,
+    {64, 64, 64, 2, 3, 3, 1, 1, true, 0, 128, 128,
      "causal S = 128: 97; 128 rows of 128 keys, one block an SM: 86"},
-    {64, 192, 128, 2, 3, 1, 1, false, 0, kAnyQueries, kAnyQueries,
+    {64, 128, 64, 1, 3, 1, 1, 2, false, 0, 0, 0,
+     "few"},
+    {64, 192, 128, 2, 3, 1, 1, 1, false, 0, kAnyQueries, kAnyQueries,
      "S = 8192: 587; 256 rows of 64 keys: 560"},
-    {96, 192, 64, 1, 4, 1, 1, true, 0, kAnyQueries, kAnyQueries,
+    {96, 192, 64, 1, 4, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries,
      "over FlashAttention-3 1.09; 128 rows of 128 keys 1.03, as head dim 128 1.01"},
-    {128, 192, 64, 1, 4, 1, 1, true, 256, kAnyQueries, kAnyQueries,
+    {128, 192, 64, 1, 4, 1, 1, 1, true, 256, kAnyQueries, kAnyQueries,
      "S = 2048, causal 1024: 714, 466; 128 rows of 128 keys: 681, 446"},
-    {128, 64, 64, 2, 2, 2, 1, true, 0, 64, 64,
+    {128, 64, 64, 2, 2, 2, 1, 1, true, 0, 64, 64,
      "S = 64: 123, causal 62; 128 rows of 64 keys: 114, 55; few tiles: 16 heads, S = 512: 144"},
-    {128, 128, 64, 2, 4, 1, 1, true, 0, kAnyQueries, kAnyQueries,
+    {128, 64, 64, 1, 2, 1, 1, 2, true, 0, 0, 0,
+     "few"},
+    {128, 128, 64, 2, 4, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries,
      "S = 128, 256, causal: 241, 392, 121, 205; 128 keys, one Q: 233, 382, 115, 191"},
-    {192, 128, 64, 1, 3, 1, 1, true, 0, kAnyQueries, kAnyQueries,
+    {192, 128, 64, 1, 3, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries,
      "over FlashAttention-3 1.05; 96 keys 1.02, as head dim 256 0.85"},
-    {256, 128, 64, 1, 2, 1, 1, true, 0, kAnyQueries, kAnyQueries,
+    {256, 128, 64, 1, 2, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries,
      "1.04; 80 keys, scores not kept: 0.98"},
 };
 inline constexpr int kForwardTileCount = sizeof(kForwardTiles) / sizeof(kForwardTiles[0]);
@@ -100,7 +106,7 @@ constexpr int largest_tile(int head_dim, int max_rows) {
   int best = -1;
   for (int i = 0; i < kForwardTileCount; ++i) {
     const ForwardTile& t = kForwardTiles[i];
-    if (t.head_dim != head_dim || t.block_m > max_rows || t.heads_per_tile > 1) continue;
+    if (t.head_dim != head_dim || t.block_m > max_rows || t.consumers() != t.block_m / 64) continue;
     if (best < 0 || t.block_m > kForwardTiles[best].block_m) best = i;
   }
   return best;
@@ -183,9 +189,9 @@ inline ForwardChoice choose_forward(const ForwardParams& p, int sms) {
                         p.packed(), sms);
 }
 
-constexpr ForwardTile forward_tile(int head_dim, int block_m) {
+constexpr ForwardTile forward_tile(int head_dim, int block_m, int key_parts = 1) {
   for (const ForwardTile& t : kForwardTiles) {
-    if (head_dim == t.head_dim && block_m == t.block_m) return t;
+    if (head_dim == t.head_dim && block_m == t.block_m && key_parts == t.key_parts) return t;
   }
   return {};
 }

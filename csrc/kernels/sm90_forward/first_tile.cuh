@@ -16,9 +16,9 @@ template <class Config>
 __device__ __forceinline__ void init_barriers(ForwardShared<Config>& s) {
   using ptx::shared_address;
   constexpr int kWarps = 4 * Config::kConsumers;
-  for (int i = 0; i < Config::kQStages * Config::kConsumers; ++i) {
+  for (int i = 0; i < Config::kQStages * Config::kUnits; ++i) {
     ptx::mbarrier_init(shared_address(&s.q_full[0][0] + i), 1);
-    ptx::mbarrier_init(shared_address(&s.q_empty[0][0] + i), 4);
+    ptx::mbarrier_init(shared_address(&s.q_empty[0][0] + i), 4 * Config::kKeyParts);
   }
   ptx::mbarrier_init(shared_address(&s.tile_wanted), 1);
   for (int i = 0; i < ForwardShared<Config>::kTiles; ++i) {
@@ -68,9 +68,9 @@ __device__ __forceinline__ void hand_first_tile(const ForwardArguments& a,
   if (kEveryLaneArrives || elected) ptx::mbarrier_arrive(ptx::shared_address(&s.tile_full[0]));
   if (!elected) return;
 #pragma unroll
-  for (int i = 0; i < Config::kConsumers; ++i) load_queries<Config>(a, s, w, 0, i);
+  for (int i = 0; i < Config::kUnits; ++i) load_queries<Config>(a, s, w, 0, i);
   const uint32_t full = ptx::shared_address(&s.k_full[0]);
-  ptx::mbarrier_arrive_expect_tx(full, Config::kHeadsPerTile * Config::kTileBytes);
+  ptx::mbarrier_arrive_expect_tx(full, Config::kKeyBuffers * Config::kTileBytes);
   load_keys<Config>(a, a.k, s.k[0], full, w, w.range.end - 1);
 }
 
