@@ -74,7 +74,6 @@ JsonObject describe(const sm90::ForwardTile& t) {
       .add("block_m", t.block_m)
       .add("block_n", t.block_n)
       .add("heads_per_tile", t.heads_per_tile)
-      .add("key_heads", t.key_heads)
       .add("key_parts", t.key_parts)
       .add("consumers", t.consumers())
       .add("threads", t.threads())

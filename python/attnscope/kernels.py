@@ -35,7 +35,6 @@ COLUMNS = {
     "block_n": "keys of one step; backward: of a tile",
     "cluster": "thread blocks of a cluster, which share the tile's keys",
     "heads_per_tile": "heads of a tile, each with its own query rows, K and V",
-    "key_heads": "key heads of a tile; more than its heads: it may end in the next head",
     "key_parts": "consumers that have the same query rows and divide their keys",
     "consumers": "consumer warpgroups, 64 query rows each; backward: 64 keys, or some products",
     "warps": "warps of a thread block",
@@ -63,23 +62,15 @@ def symbol_matches(symbol: str, tile: dict[str, Any]) -> bool:
     The kernel's folder ("sm80_forward") is the name of the namespace and of the function, which may
     begin with "wide_". The integer template arguments are the number of the row if the tile has
     one. Otherwise they are the head dim, and if there are more, the query rows and the keys.
-    Tiles that divide keys or cross heads have a configuration of their own.
+    Tiles that divide keys have a configuration of their own.
     """
     arch, _, operation = tile["kernel"].partition("_")
     found = re.search(rf"\b{arch}::(?:wide_)?{operation}_kernel<(.*)>", symbol)
-    kind = re.search(r"(Split|Crossing)ForwardConfig<", symbol)
-    if (kind[1] if kind else "") != _kind_of(tile):
+    if ("SplitForwardConfig<" in symbol) != (tile.get("key_parts", 1) > 1):
         return False
     integers = [int(i) for i in re.findall(r"(?<![\w:])\d+", found[1])] if found else []
     names = ("row",) if "row" in tile else ("head_dim", "block_m", "block_n")
     return bool(integers) and integers == [tile[name] for name in names][: len(integers)]
-
-
-def _kind_of(tile: dict[str, Any]) -> str:
-    """What the configuration of a tile is called, before "ForwardConfig"."""
-    if tile.get("key_parts", 1) > 1:
-        return "Split"
-    return "Crossing" if tile.get("key_heads", 1) > tile.get("heads_per_tile", 1) else ""
 
 
 def join(tiles: Sequence[dict[str, Any]], usage: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -143,10 +134,10 @@ def queries_served(tile: dict[str, Any]) -> str:
 def tile_size(tile: dict[str, Any]) -> str:
     """Query rows by keys, behind the number of heads where a tile has several: "2 x 128x64".
 
-    "128x64x2": two consumers divide 128 keys; "192x64+": the tile may end in the next head.
+    "64x64x2": two consumers have the same 64 rows and 64 keys each.
     """
     size = f"{tile['block_m']}x{tile['block_n']}"
-    size += {"Split": f"x{tile.get('key_parts')}", "Crossing": "+", "": ""}[_kind_of(tile)]
+    size += f"x{tile['key_parts']}" if tile.get("key_parts", 1) > 1 else ""
     return size if tile.get("heads_per_tile", 1) == 1 else f"{tile['heads_per_tile']} x {size}"
 
 

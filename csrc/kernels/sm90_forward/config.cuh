@@ -15,7 +15,6 @@ struct ForwardTile {
   int stages;          // buffers for K, and as many for V
   int blocks_per_sm;   // resident at a time
   int heads_per_tile;  // heads with rows and keys of their own
-  int key_heads;       // key heads whose K and V a stage has
   int key_parts;       // consumers that divide the keys of the same rows
   bool scores_live;    // keep S through the softmax; otherwise recompute S if the row max rises
   int min_queries;     // exclusive; 0: none
@@ -25,8 +24,6 @@ struct ForwardTile {
 
   // In shared memory: column blocks of 64.
   constexpr int columns() const { return (head_dim + 63) / 64 * 64; }
-  // Whether a tile may begin in one head and end in the next, which has keys of its own.
-  constexpr bool crosses_heads() const { return key_heads > heads_per_tile; }
   constexpr int consumers() const { return heads_per_tile * key_parts * block_m / 64; }
   // Column blocks of O on the way out.
   constexpr int out_stages() const { return columns() > 64 ? 2 : 1; }
@@ -40,8 +37,8 @@ struct ForwardTile {
     return each < 240 ? each : 240;
   }
   constexpr int shared_bytes() const {
-    return 2 * columns() * q_stages * heads_per_tile * block_m +          // Q
-           2 * columns() * 2 * stages * key_heads * key_parts * block_n + // K, V
+    return 2 * columns() * heads_per_tile *
+               (q_stages * block_m + 2 * stages * key_parts * block_n) +  // Q, K, V
            2 * 64 * heads_per_tile * block_m * out_stages() +             // O on its way
            (key_parts - 1) * 8 * block_m * (head_dim / 2 + 4) +           // O of other consumers
            1024;                                                          // barriers
@@ -54,31 +51,29 @@ inline constexpr int kAnyQueries = INT_MAX;
 // Deliberately not `inline`: the dynamic linker would merge the tables of two builds loaded in one
 // process, such as the instrumented one.
 constexpr ForwardTile kForwardTiles[] = {
-    {64, 128, 64, 2, 3, 1, 2, 2, 1, false, 64, 128, 128,
+    {64, 128, 64, 2, 3, 1, 2, 1, false, 64, 128, 128,
      "S = 128, causal: 246, 123; 64 rows of one head, three blocks an SM: 207, 102"},
-    {64, 256, 64, 2, 4, 1, 1, 1, 1, false, 128, 1024, 4096,
+    {64, 256, 64, 2, 4, 1, 1, 1, false, 128, 1024, 4096,
      "causal S = 512, 1024: 278, 373; 192 rows of 128 keys: 241, 327"},
-    {64, 64, 64, 2, 3, 3, 1, 1, 1, true, 0, 128, 128,
+    {64, 64, 64, 2, 3, 3, 1, 1, true, 0, 128, 128,
      "causal S = 128: 97; 128 rows of 128 keys, one block an SM: 86"},
-    {64, 128, 64, 1, 3, 1, 1, 1, 2, false, 0, 0, 0,
+    {64, 128, 64, 1, 3, 1, 1, 2, false, 0, 0, 0,
      "few"},
-    {64, 192, 128, 2, 3, 1, 1, 1, 1, false, 0, kAnyQueries, kAnyQueries,
+    {64, 192, 128, 2, 3, 1, 1, 1, false, 0, kAnyQueries, kAnyQueries,
      "S = 8192: 587; 256 rows of 64 keys: 560"},
-    {96, 192, 64, 1, 4, 1, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries,
+    {96, 192, 64, 1, 4, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries,
      "over FlashAttention-3 1.09; 128 rows of 128 keys 1.03, as head dim 128 1.01"},
-    {128, 192, 64, 1, 4, 1, 1, 1, 1, true, 256, kAnyQueries, kAnyQueries,
+    {128, 192, 64, 1, 4, 1, 1, 1, true, 256, kAnyQueries, kAnyQueries,
      "S = 2048, causal 1024: 714, 466; 128 rows of 128 keys: 681, 446"},
-    {128, 64, 64, 2, 2, 2, 1, 1, 1, true, 0, 64, 64,
+    {128, 64, 64, 2, 2, 2, 1, 1, true, 0, 64, 64,
      "S = 64: 123, causal 62; 128 rows of 64 keys: 114, 55; few tiles: 16 heads, S = 512: 144"},
-    {128, 64, 64, 1, 2, 1, 1, 1, 2, true, 0, 0, 0,
+    {128, 64, 64, 1, 2, 1, 1, 2, true, 0, 0, 0,
      "few"},
-    {128, 192, 64, 1, 2, 1, 1, 2, 1, true, 0, 0, 0,
-     "cross"},
-    {128, 128, 64, 2, 4, 1, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries,
+    {128, 128, 64, 2, 4, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries,
      "S = 128, 256, causal: 241, 392, 121, 205; 128 keys, one Q: 233, 382, 115, 191"},
-    {192, 128, 64, 1, 3, 1, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries,
+    {192, 128, 64, 1, 3, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries,
      "over FlashAttention-3 1.05; 96 keys 1.02, as head dim 256 0.85"},
-    {256, 128, 64, 1, 2, 1, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries,
+    {256, 128, 64, 1, 2, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries,
      "1.04; 80 keys, scores not kept: 0.98"},
 };
 inline constexpr int kForwardTileCount = sizeof(kForwardTiles) / sizeof(kForwardTiles[0]);
@@ -111,9 +106,7 @@ constexpr int largest_tile(int head_dim, int max_rows) {
   int best = -1;
   for (int i = 0; i < kForwardTileCount; ++i) {
     const ForwardTile& t = kForwardTiles[i];
-    if (t.head_dim != head_dim || t.block_m > max_rows || t.key_heads > 1 || t.key_parts > 1) {
-      continue;
-    }
+    if (t.head_dim != head_dim || t.block_m > max_rows || t.consumers() != t.block_m / 64) continue;
     if (best < 0 || t.block_m > kForwardTiles[best].block_m) best = i;
   }
   return best;
@@ -139,7 +132,7 @@ constexpr int first_tile(int dim, int queries, int heads_q, bool causal, bool pa
     const ForwardTile& t = kForwardTiles[i];
     const int max_queries = causal ? t.max_queries_causal : t.max_queries;
     const bool enough = queries > t.min_queries || t.min_queries == 0;
-    const bool has_heads = t.key_heads == 1 || (!packed && heads_q >= t.key_heads);
+    const bool has_heads = t.heads_per_tile == 1 || (!packed && heads_q >= t.heads_per_tile);
     if (t.head_dim == dim && enough && has_heads && queries <= max_queries) return i;
   }
   return -1;
@@ -149,7 +142,6 @@ constexpr int first_tile(int dim, int queries, int heads_q, bool causal, bool pa
 // only the last tile of a key head leaves consumers idle. Rows of grouped heads are together
 // anyway, and heads with keys of their own in a tile are not of one key head.
 constexpr int heads_together(const ForwardTile& t, int grouping, int heads_q, int heads_kv) {
-  if (t.crosses_heads()) return heads_q;
   return grouping == 0 && t.heads_per_tile == 1 && heads_kv > 0 ? heads_q / heads_kv : 1;
 }
 
@@ -160,9 +152,7 @@ constexpr long long tile_count(const ForwardTile& t, int grouping, int queries, 
   const long long rows = static_cast<long long>(queries) << grouping;
   const long long units = (rows + 63) / 64 * (together > 0 ? together : 1);
   const int per_tile = t.block_m / 64, side_by_side = t.heads_per_tile << grouping;
-  const int heads = t.crosses_heads() ? 1
-                    : together > 1    ? heads_kv
-                                      : (heads_q + side_by_side - 1) / side_by_side;
+  const int heads = together > 1 ? heads_kv : (heads_q + side_by_side - 1) / side_by_side;
   return (units + per_tile - 1) / per_tile * batch * heads;
 }
 
@@ -199,13 +189,9 @@ inline ForwardChoice choose_forward(const ForwardParams& p, int sms) {
                         p.packed(), sms);
 }
 
-constexpr ForwardTile forward_tile(int head_dim, int block_m, int key_parts = 1,
-                                   bool crosses_heads = false) {
+constexpr ForwardTile forward_tile(int head_dim, int block_m, int key_parts = 1) {
   for (const ForwardTile& t : kForwardTiles) {
-    if (head_dim == t.head_dim && block_m == t.block_m && key_parts == t.key_parts &&
-        crosses_heads == t.crosses_heads()) {
-      return t;
-    }
+    if (head_dim == t.head_dim && block_m == t.block_m && key_parts == t.key_parts) return t;
   }
   return {};
 }

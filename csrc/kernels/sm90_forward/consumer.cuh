@@ -98,7 +98,6 @@ class Consumer {
 
   __device__ __forceinline__ TileBlocks read_blocks() {
     mark(ConsumerTile::kPrepare);
-    if constexpr (Config::kCrossesHeads) key_head = ptx::uniform(unit().key_head);
     const BlockRange& range = unit().range;
     return {ptx::uniform(range.begin), ptx::uniform(range.end), ptx::uniform(range.full_begin),
             ptx::uniform(range.full_end)};
@@ -321,9 +320,7 @@ class Consumer {
     return Config::kKeyParts == 1 ? threadIdx.x / 32 - 4
                                   : unit_number() * 4 + threadIdx.x / 32 % 4;
   }
-  __device__ __forceinline__ int key_buffer() const {
-    return Config::kCrossesHeads ? key_head : Config::key_buffer_of(consumer);
-  }
+  __device__ __forceinline__ int key_buffer() const { return Config::key_buffer_of(consumer); }
   __device__ __forceinline__ float scale_log2() const { return a.scores.scale_log2; }
 
   __device__ __forceinline__ ptx::WgmmaDescriptor queries() const {
@@ -348,7 +345,6 @@ class Consumer {
   Fragments<Config> f;
   float factor[2];            // what O is scaled by when the maximum rises
   int tiles = 0, blocks = 0;  // uses of the rings so far
-  int key_head = 0;           // of the tile's, where tiles cross heads
 };
 
 }  // namespace attnscope::sm90

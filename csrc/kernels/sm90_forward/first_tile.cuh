@@ -70,7 +70,7 @@ __device__ __forceinline__ void hand_first_tile(const ForwardArguments& a,
 #pragma unroll
   for (int i = 0; i < Config::kUnits; ++i) load_queries<Config>(a, s, w, 0, i);
   const uint32_t full = ptx::shared_address(&s.k_full[0]);
-  ptx::mbarrier_arrive_expect_tx(full, key_bytes<Config>(w, w.range.end - 1));
+  ptx::mbarrier_arrive_expect_tx(full, Config::kKeyBuffers * Config::kTileBytes);
   load_keys<Config>(a, a.k, s.k[0], full, w, w.range.end - 1);
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <type_traits>
 #include <utility>
 
 #include "attn/device.h"
@@ -25,7 +26,6 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
   const int heads = ceil_div((p.heads_q >> grouping.log2) / together, Config::kHeadsPerTile);
   a.together = Divisor::of(together);
   a.heads = Divisor::of(heads);
-  a.units_per_head = Divisor::of(std::max(ceil_div(grouping.rows(p.seqlen_q), 64), 1));
   a.heads_per_key = Divisor::of(std::max(p.heads_q / std::max(p.heads_kv, 1), 1));
   const int rows = grouping.rows(p.seqlen_q);
   const int64_t units = int64_t{ceil_div(rows, 64)} * together;
@@ -34,8 +34,8 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
   const int64_t kv_bytes =
       int64_t{p.seqlen_k} * (p.head_dim + p.head_dim_v) * sizeof(typename Config::Element);
   a.order = tile_order(m_blocks, p.batch, heads, ceil_div(p.heads_kv, Config::kHeadsPerTile),
-                       kv_bytes, is_causal(p) && !Config::kCrossesHeads);
-  if (!is_causal(p) && !Config::kCrossesHeads && units % Config::kHeadUnits != 0) {
+                       kv_bytes, is_causal(p));
+  if (!is_causal(p) && units % Config::kHeadUnits != 0) {
     // Some tiles have 64 rows less. They come last and balance the end of the launch.
     a.order.last = std::min(a.order.heads, ceil_div(device.sms, std::max(m_blocks, 1)));
   }
@@ -97,14 +97,10 @@ template <class Element, int kIndex>
 cudaError_t launch_row(const ForwardParams& p, Grouping grouping, const DeviceFacts& device,
                        cudaStream_t stream) {
   constexpr ForwardTile kTile = kForwardTiles[kIndex];
-  constexpr int kHeadDim = kTile.head_dim, kBlockM = kTile.block_m;
-  if constexpr (kTile.key_parts > 1) {
-    return launch<SplitForwardConfig<Element, kHeadDim, kBlockM>>(p, grouping, device, stream);
-  } else if constexpr (kTile.crosses_heads()) {
-    return launch<CrossingForwardConfig<Element, kHeadDim, kBlockM>>(p, grouping, device, stream);
-  } else {
-    return launch<ForwardConfig<Element, kHeadDim, kBlockM>>(p, grouping, device, stream);
-  }
+  using Config = std::conditional_t<kTile.key_parts == 1,
+                                    ForwardConfig<Element, kTile.head_dim, kTile.block_m>,
+                                    SplitForwardConfig<Element, kTile.head_dim, kTile.block_m>>;
+  return launch<Config>(p, grouping, device, stream);
 }
 
 template <class Element, int... kIndices>

@@ -19,20 +19,6 @@ __device__ __forceinline__ void load_box(uint32_t shared, const TensorMap& tenso
   }
 }
 
-// Whether rows of the tile see a block of its key head number `i`.
-template <class Config>
-__device__ __forceinline__ bool is_seen(const TileWork& w, int i, int block) {
-  return !Config::kCrossesHeads ||
-         (block >= w.of_key_head[i].begin && block < w.of_key_head[i].end);
-}
-
-// The bytes of a block of K or V.
-template <class Config>
-__device__ __forceinline__ int key_bytes(const TileWork& w, int block) {
-  if constexpr (!Config::kCrossesHeads) return Config::kKeyBuffers * Config::kTileBytes;
-  return (is_seen<Config>(w, 0, block) + is_seen<Config>(w, 1, block)) * Config::kTileBytes;
-}
-
 #ifdef ATTNSCOPE_FAULTS
 __device__ __forceinline__ int volatile_load(int& shared) {
   return *static_cast<volatile int*>(&shared);
@@ -46,7 +32,7 @@ __device__ __forceinline__ void volatile_store(int& shared, int value) {
 template <class Config>
 __device__ __forceinline__ bool is_late(const ForwardArguments& a, ForwardShared<Config>& s,
                                         bool is_k, int count, uint32_t full, const TileWork& w,
-                                        int row, int block) {
+                                        int row) {
   const uint32_t cycles = fault_cycles(Fault::kLateCopy, 2 * count + is_k);
   if (cycles == 0 || volatile_load(s.late_copy.ready)) return false;
   const Slot<Config::kStages> slot(count);
@@ -57,7 +43,6 @@ __device__ __forceinline__ bool is_late(const ForwardArguments& a, ForwardShared
   copy.head = w.head;
   copy.head_kv = w.head_kv;
   copy.batch = w.batch;
-  copy.seen = is_seen<Config>(w, 0, block) + 2 * is_seen<Config>(w, Config::kCrossesHeads, block);
   copy.full = full;
   copy.start = ptx::clock_low();
   copy.cycles = cycles;
@@ -83,10 +68,7 @@ __device__ __forceinline__ void issue_late_copies(const ForwardArguments& a,
 #pragma unroll 1
     for (int i = 0; i < Config::kKeyBuffers; ++i) {
       const int of_tile = i / Config::kKeyParts, part = i % Config::kKeyParts;
-      if (!(copy.seen >> of_tile & 1)) continue;
-      const int head = Config::kCrossesHeads ? copy.head_kv + of_tile
-                       : of_tile == 0        ? copy.head_kv
-                                             : (copy.head + of_tile) / a.heads_per_key;
+      const int head = of_tile == 0 ? copy.head_kv : (copy.head + of_tile) / a.heads_per_key;
       auto& buffer = copy.is_k ? s.k[copy.stage][i] : s.v[copy.stage][i];
       load_box<Config>(ptx::shared_address(buffer), copy.is_k ? a.k : a.v, copy.full,
                        Config::kBlockN, copy.row + part * Config::kBlockN, head, copy.batch);
@@ -119,7 +101,6 @@ __device__ __forceinline__ void load_keys(const ForwardArguments& a, const Tenso
                                           int block) {
 #pragma unroll
   for (int i = 0; i < Config::kKeyBuffers; ++i) {  // past the last head: zeros
-    if (!is_seen<Config>(w, i / Config::kKeyParts, block)) continue;
     const int head = key_head<Config>(a, w, i / Config::kKeyParts);
     load_box<Config>(ptx::shared_address(buffers[i]), tensor, barrier, Config::kBlockN,
                      w.k_row + (block * Config::kKeyParts + i % Config::kKeyParts) * Config::kBlockN,
@@ -160,10 +141,10 @@ __device__ __forceinline__ void produce(const ForwardArguments& a, ForwardShared
       if (loading) return;
       inject(Fault::kCopy, 2 * count + is_k);
       const uint32_t barrier = shared_address(&full);
-      ptx::mbarrier_arrive_expect_tx(barrier, key_bytes<Config>(w, block));
+      ptx::mbarrier_arrive_expect_tx(barrier, Config::kKeyBuffers * Config::kTileBytes);
 #ifdef ATTNSCOPE_FAULTS
       const int row = w.k_row + block * Config::kKeyParts * Config::kBlockN;
-      if (is_late<Config>(a, s, is_k, count, barrier, w, row, block)) return;
+      if (is_late<Config>(a, s, is_k, count, barrier, w, row)) return;
 #endif
       load_keys<Config>(a, tensor, buffers[slot.stage], barrier, w, block);
     };

@@ -73,28 +73,6 @@ __device__ __forceinline__ bool find_tile(const ForwardArguments& a, TileQueue& 
   return true;
 }
 
-// The blocks that units of two heads see: those of each key head, and of the tile, which the lane
-// after the consumers' returns. Warp-converged.
-template <class Config>
-__device__ __forceinline__ BlockRange cross_heads(TileWork& w, const BlockRange& range,
-                                                  bool absent) {
-  const int lane = ptx::lane();
-  const bool sees = lane < Config::kConsumers && !absent && range.begin < range.end;
-  const int key_head = lane < Config::kConsumers ? w.unit[lane].key_head : 0;
-  BlockRange tile{INT_MAX, 0, 0, 0};
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const bool here = sees && key_head == i;
-    const int begin = __reduce_min_sync(0xffffffffu, here ? range.begin : INT_MAX);
-    const int end = __reduce_max_sync(0xffffffffu, here ? range.end : 0);
-    if (lane == 0) w.of_key_head[i] = {begin, end, 0, 0};
-    tile.begin = min(tile.begin, begin);
-    tile.end = max(tile.end, end);
-  }
-  if (tile.end == 0) tile.begin = 0;  // no row sees a key
-  return lane == Config::kConsumers ? tile : range;
-}
-
 // Fills in the rest of a tile: one lane for each consumer's unit, one for the tile's blocks.
 // Warp-converged.
 template <class Config, bool kMayBePacked>
@@ -120,32 +98,19 @@ __device__ __forceinline__ void describe_tile(const ForwardArguments& a, const T
   const int end_unit = first_unit_of(s.m_block + 1);
   const int unit = first_unit + (is_consumer ? Config::unit_of(lane) % kUnits : 0);
   const int last_unit = is_consumer ? unit : end_unit - 1;
-  int place, end_place;  // of its rows in the sequence, in units
-  if constexpr (Config::kCrossesHeads) {
-    place = end_place = unit - unit / a.units_per_head * a.units_per_head.divisor;
-  } else {
-    place = unit / a.together;
-    end_place = last_unit / a.together;
-  }
+  const int place = unit / a.together;  // of its 64 rows in the sequence
   const int begin_row = 64 * place;
-  const int end_row = min(64 * end_place + 64, rows);
+  const int end_row = min(64 * (last_unit / a.together) + 64, rows);
   bool absent = unit >= end_unit;
   if (is_consumer) {
-    const int head = Config::kCrossesHeads
-                         ? unit / a.units_per_head
-                         : w.head + unit - place * a.together.divisor +
-                               (Config::kHeadsPerTile > 1 ? lane / kUnits : 0);
+    const int head = w.head + unit - place * a.together.divisor +
+                     (Config::kHeadsPerTile > 1 ? lane / kUnits : 0);
     if (Config::kHeadsPerTile > 1) absent = absent || head >= p.heads_q;
     Unit& u = w.unit[lane];
     u.head = head;
     u.q_row = static_cast<int>(seg_q.row) + grouping<Config>(a).query(begin_row);
     u.first_row = begin_row;
     u.rows = absent ? 0 : end_row - begin_row;
-    if constexpr (Config::kCrossesHeads) {
-      u.key_head = absent ? 0
-                          : head / a.heads_per_key -
-                                first_unit / a.units_per_head / a.heads_per_key;
-    }
   }
   BlockRange range =
       block_range(window, grouping<Config>(a).query(begin_row),
@@ -158,7 +123,6 @@ __device__ __forceinline__ void describe_tile(const ForwardArguments& a, const T
       range.end = (range.end + Config::kKeyParts - 1) / Config::kKeyParts;
     }
   }
-  if constexpr (Config::kCrossesHeads) range = cross_heads<Config>(w, range, absent);
   const int tile_begin = __shfl_sync(0xffffffffu, range.begin, kTileLane);
   if (is_consumer) {
     if (absent || range.begin >= range.end) range.begin = range.end = tile_begin;
@@ -166,7 +130,6 @@ __device__ __forceinline__ void describe_tile(const ForwardArguments& a, const T
   }
   if (lane == kTileLane) {
     w.range = range;
-    if (Config::kCrossesHeads) w.head = first_unit / a.units_per_head;
     w.head_kv = w.head / a.heads_per_key;
     w.batch = seg_q.batch;
     w.k_row = static_cast<int>(seg_k.row);

@@ -19,11 +19,11 @@
 
 namespace attnscope::sm90 {
 
-template <class Element_, int kHeadDim_, int kBlockM_, int kKeyParts_, bool kCrossesHeads_>
+template <class Element_, int kHeadDim_, int kBlockM_, int kKeyParts_>
 struct AnyForwardConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr ForwardTile kTile = forward_tile(kHeadDim, kBlockM_, kKeyParts_, kCrossesHeads_);
+  static constexpr ForwardTile kTile = forward_tile(kHeadDim, kBlockM_, kKeyParts_);
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kQStages = kTile.q_stages;
@@ -35,8 +35,7 @@ struct AnyForwardConfig {
   static constexpr int kKeyParts = kTile.key_parts;
   static constexpr int kUnits = kConsumers / kKeyParts;
   static constexpr int kHeadUnits = kUnits / kHeadsPerTile;         // per head
-  static constexpr int kKeyBuffers = kTile.key_heads * kKeyParts;   // of K in a stage, and of V
-  static constexpr bool kCrossesHeads = kCrossesHeads_;
+  static constexpr int kKeyBuffers = kHeadsPerTile * kKeyParts;     // of K in a stage, and of V
   static constexpr int kThreads = kTile.threads();
   static constexpr int kProducerRegisters = kTile.producer_registers();
   static constexpr int kConsumerRegisters = kTile.consumer_registers();
@@ -46,13 +45,13 @@ struct AnyForwardConfig {
   static constexpr int kRowBytes = 128;  // one swizzled row of a 64-element column block
   static constexpr bool kScoresLive = kTile.scores_live;
   static constexpr bool kTakesGroups =
-      kKeyParts == 1 && !kCrossesHeads && kForwardTiles[grouped_tile(kHeadDim)].block_m == kTile.block_m;
+      kKeyParts == 1 && kForwardTiles[grouped_tile(kHeadDim)].block_m == kTile.block_m;
 
   // The consumer's rows, among the units of the tile, and its part of a step's keys.
   static __device__ __forceinline__ int unit_of(int consumer) { return consumer / kKeyParts; }
   static __device__ __forceinline__ int part_of(int consumer) { return consumer % kKeyParts; }
   // Which buffer of a stage a consumer reads: the heads of a tile and the parts of a step have keys
-  // of their own. Not where tiles cross heads.
+  // of their own.
   static __device__ __forceinline__ int key_buffer_of(int consumer) {
     return (kHeadsPerTile == 1 ? 0 : consumer / kHeadUnits) * kKeyParts + part_of(consumer);
   }
@@ -67,15 +66,11 @@ struct AnyForwardConfig {
 
 // One consumer for each unit of a tile.
 template <class Element, int kHeadDim, int kBlockM>
-struct ForwardConfig : AnyForwardConfig<Element, kHeadDim, kBlockM, 1, false> {};
+struct ForwardConfig : AnyForwardConfig<Element, kHeadDim, kBlockM, 1> {};
 
 // Two consumers share the rows of a unit and divide its keys.
 template <class Element, int kHeadDim, int kBlockM>
-struct SplitForwardConfig : AnyForwardConfig<Element, kHeadDim, kBlockM, 2, false> {};
-
-// The units of all heads follow one another, and a tile may have two heads.
-template <class Element, int kHeadDim, int kBlockM>
-struct CrossingForwardConfig : AnyForwardConfig<Element, kHeadDim, kBlockM, 1, true> {};
+struct SplitForwardConfig : AnyForwardConfig<Element, kHeadDim, kBlockM, 2> {};
 
 // Up to 64 rows of one query head, and the keys of them that are a consumer's: its part of a tile.
 struct Unit {
@@ -84,7 +79,6 @@ struct Unit {
   int q_row;      // row of the tensors where it begins
   int first_row;  // row of the sequence (see Grouping) where it begins
   int rows;       // 0: the tile has no rows for this consumer
-  int key_head;   // among those of the tile, where tiles cross heads
 };
 
 // One tile of query rows, described once for all roles. Blocks are blocks of keys.
@@ -100,7 +94,6 @@ struct alignas(16) TileWork {
   int first_unit;    // among the units of its heads in this sequence
   int end_unit;      // one past the last
   BlockRange range;  // the blocks that any row of the tile sees
-  BlockRange of_key_head[2];  // and those of each key head, where tiles cross heads
   Unit unit[kMaxConsumers];
 };
 
@@ -121,7 +114,6 @@ struct TileQueue {
 struct LateCopy {
   int ready, done;
   int is_k, stage, row, head, head_kv, batch;
-  int seen;  // bit i: of key head number i of the tile
   uint32_t full, start, cycles;
 };
 #endif
@@ -169,7 +161,6 @@ struct ForwardArguments {
   Divisor together;                // query heads of a tile, see heads_together
   Divisor heads;                   // sets of query heads that have tiles of their own
   Divisor heads_per_key;           // query heads of a key head
-  Divisor units_per_head;          // dense calls
   int tiles;                       // dense: how many; packed: at most
   bool prefetch_tiles;             // take a tile as soon as a slot is free
   bool packed;
@@ -182,12 +173,12 @@ __device__ __forceinline__ Grouping grouping(const ForwardArguments& a) {
   return Config::kTakesGroups ? a.grouping : Grouping{0};
 }
 
-// The key head of buffers number `i` of a stage.
+// The key head of head number `i` of a tile.
 template <class Config>
 __device__ __forceinline__ int key_head(const ForwardArguments& a, const TileWork& w, int i) {
   static_assert(Config::kHeadsPerTile <= 2,
                 "the second head has the first one's key head, or next");
-  if (Config::kHeadsPerTile == 1) return w.head_kv + i;
+  if (Config::kHeadsPerTile == 1) return w.head_kv;
   return w.head_kv + (w.head + i >= (w.head_kv + 1) * a.heads_per_key.divisor);
 }
 

@@ -138,18 +138,10 @@ class Recording:
         notes = self.notes(at).astype(np.int64)
         return np.maximum(notes[:, end] - notes[:, begin], 0)
 
-    @property
-    def crosses_heads(self) -> bool:
-        """Whether the units of all heads follow one another; `crosses_heads` of config.cuh."""
-        tile = self.facts["tile"]
-        return bool(tile.get("key_heads", 1) > tile.get("heads_per_tile", 1))
-
     @cached_property
     def heads_together(self) -> int:
         """Query heads whose units of 64 rows share tiles; `heads_together` of config.cuh."""
         work, tile = self.facts["workload"], self.facts["tile"]
-        if self.crosses_heads:
-            return int(work["heads_q"])
         alone = tile["heads"] > 1 or tile.get("heads_per_tile", 1) > 1
         return 1 if alone else work["heads_q"] // work["heads_kv"]
 
@@ -165,27 +157,19 @@ class Recording:
             for name in ("head", "first_unit", "end_unit")
         )
         parts = tile.get("key_parts", 1)
-        number, part = np.divmod(np.arange(tile["consumers"]), parts)
+        number, part = np.divmod(np.arange(tile["consumers"]), parts)  # of the units of a tile
         of_head = number.size // parts // tile.get("heads_per_tile", 1)
         unit = first_unit + number % of_head
-        first = layout.ROWS * self.place_of(unit)
+        first = layout.ROWS * (unit // self.heads_together)
         end = np.minimum(first + layout.ROWS, work["seqlen_q"] * tile["heads"])
-        if not self.crosses_heads:
-            head = head + number // of_head
-            unit = np.where(head < work["heads_q"], unit, end_unit)  # the last tile lacks a head
-        end = np.where(unit < end_unit, end, first)
+        head = head + number // of_head  # the last tile may lack a head
+        end = np.where((unit < end_unit) & (head < work["heads_q"]), end, first)
         keys = work["seqlen_k"]
         if work["causal"]:
             queries = -(-end // tile["heads"])
             keys = np.clip(queries + work["seqlen_k"] - work["seqlen_q"], 0, keys)
         blocks = np.where(first < end, -(-keys // tile["block_n"]), 0)
         return (blocks + parts - 1 - part) // parts
-
-    def place_of(self, unit: Any) -> Any:
-        """Which 64 rows of its head a unit has: 0 for the first."""
-        if not self.crosses_heads:
-            return unit // self.heads_together
-        return unit % -(-self.facts["workload"]["seqlen_q"] // layout.ROWS)
 
     def _whole_tiles(self, at: int) -> NDArray[np.int64]:
         """For each lane, the number of leading tiles that are recorded with all their steps."""

@@ -48,7 +48,7 @@ def _block_events(recording: Recording, at: int) -> Iterator[Event]:
     for track in recording.tracks(at):
         thread = PER_LANE * track.lane
         yield _thread(block, thread, layout.lane_name(track.lane))
-        yield from _spans(block, thread, track, notes, recording.place_of, times)
+        yield from _spans(block, thread, track, notes, recording.heads_together, times)
         begins, ends = times(track.begin), times(track.end)
         states = layout.STATES[track.role]
         for code, begin, end in zip(track.codes, begins, ends, strict=True):
@@ -81,14 +81,14 @@ def in_flight(track: Track, field: str) -> list[tuple[int, int]]:
 
 
 def _spans(
-    block: int, thread: int, track: Track, notes: NDArray[np.int32], place_of: Any, times: Any
+    block: int, thread: int, track: Track, notes: NDArray[np.int32], heads_together: int, times: Any
 ) -> Iterator[Event]:
     """What encloses the states: tiles, and the key blocks of each (not for the producer, which has
     K of one block and V of another in turn)."""
     for tile in np.unique(track.tile[track.tile < len(notes)]):
         of_tile = np.flatnonzero(track.tile == tile)
         head, batch, unit, _, end, *_ = notes[tile].tolist()
-        row = layout.ROWS * place_of(unit)
+        row = layout.ROWS * (unit // heads_together)
         what = {"batch": batch, "head": head, "first_row": row}
         yield _between(block, thread, f"tile {tile}", track, of_tile, times, what)
         if track.lane < CONSUMER:
