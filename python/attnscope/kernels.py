@@ -119,9 +119,12 @@ def kernel_rows() -> list[dict[str, Any]]:
 
 
 def queries_served(tile: dict[str, Any]) -> str:
-    """The numbers of queries whose calls a tile serves: "any", "65-128" or "257+"."""
+    """The numbers of queries whose calls a tile serves: "any", "65-128", "257+", or "few tiles"."""
     most, most_causal = tile.get("max_queries"), tile.get("max_queries_causal")
     least = tile.get("min_queries") or 0
+
+    if most == most_causal == 0:
+        return "few tiles"
 
     def bounds(most: int | None) -> str:
         if most is None:

@@ -57,8 +57,6 @@ constexpr ForwardTile kForwardTiles[] = {
      "causal S = 512, 1024: 278, 373; 192 rows of 128 keys: 241, 327"},
     {64, 64, 64, 2, 3, 3, 1, 1, true, 0, 128, 128,
      "causal S = 128: 97; 128 rows of 128 keys, one block an SM: 86"},
-    {64, 128, 64, 1, 3, 1, 1, 2, false, 0, 0, 0,
-     "few"},
     {64, 192, 128, 2, 3, 1, 1, 1, false, 0, kAnyQueries, kAnyQueries,
      "S = 8192: 587; 256 rows of 64 keys: 560"},
     {96, 192, 64, 1, 4, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries,
@@ -156,24 +154,51 @@ constexpr long long tile_count(const ForwardTile& t, int grouping, int queries, 
   return (units + per_tile - 1) / per_tile * batch * heads;
 }
 
-// The row is `first_tile`. Where its tiles would leave SMs idle: the row with the fewest query rows
-// on the busiest SM, among rows with tiles no larger.
+// Roughly how long the rows of a table take for a call, to compare them. In cycles of an SM.
+//
+// A step of 64 keys takes a consumer kLeastStep cycles, or longer where those of an SM need the
+// tensor cores more; what else a tile does takes kTileCycles. Causal: the longest tiles come first,
+// so the SMs end together, unless the longest tile alone takes longer. Otherwise all tiles take the
+// same time, and the last round may have few. Keys are those of the longest tile.
+inline constexpr int kLeastStep = 700, kStepPerHeadDim = 4, kTileCycles = 5000;
+
+constexpr long long estimated_cycles(const ForwardTile& t, int queries, int keys, int heads_q,
+                                     int heads_kv, long long batch, bool causal, int sms) {
+  const long long tiles = tile_count(t, 0, queries, heads_q, heads_kv, batch);
+  const long long steps = (keys / 64 + 1) / t.key_parts + 1;
+  const long long most = (tiles + sms - 1) / sms;  // on an SM
+  const int together = most < t.blocks_per_sm ? static_cast<int>(most) : t.blocks_per_sm;
+  const int work = kStepPerHeadDim * t.head_dim * t.consumers();
+  const auto step = [&](int blocks) { return work * blocks > kLeastStep ? work * blocks : kLeastStep; };
+  if (!causal) return (most + together - 1) / together * (steps * step(together) + kTileCycles);
+  const long long all = tiles * (steps * step(together) / 2 + kTileCycles) / sms / together;
+  const long long longest = steps * step(1) + kTileCycles;
+  return all > longest ? all : longest;
+}
+
+// The row is `first_tile`, unless another row of one head saves a tenth by the estimate: where tiles
+// are few, or the last round of them is nearly empty. `keys` 0: as many as queries.
 constexpr ForwardChoice choose_forward(int head_dim, int queries, int heads_q, int heads_kv,
-                                       long long batch, bool causal, bool packed, int sms) {
+                                       long long batch, bool causal, bool packed, int sms,
+                                       int keys = 0) {
   const int dim = tile_head_dim(head_dim);
   const int grouping = choose_grouping(queries, heads_q, heads_kv, batch, sms);
   if (grouping > 0) return {grouped_tile(dim), grouping};
-  int row = first_tile(dim, queries, heads_q, causal, packed);
-  const auto waves = [&](int i) {  // with one tile per SM
-    return (tile_count(kForwardTiles[i], 0, queries, heads_q, heads_kv, batch) + sms - 1) / sms;
+  const int row = first_tile(dim, queries, heads_q, causal, packed);
+  if (row < 0) return {row, 0};
+  const auto cycles = [&](int i) {
+    return estimated_cycles(kForwardTiles[i], queries, keys > 0 ? keys : queries, heads_q, heads_kv,
+                            batch, causal, sms);
   };
-  const auto rows = [&](int i) { return waves(i) * kForwardTiles[i].consumers() * 64; };
-  if (row >= 0 && waves(row) <= 1) {
-    for (int i = row; i >= 0; i = largest_tile(dim, kForwardTiles[i].block_m - 1)) {
-      if (rows(i) < rows(row)) row = i;
-    }
+  int best = row;
+  long long least = cycles(row) * 9 / 10;
+  for (int i = 0; i < kForwardTileCount; ++i) {
+    const ForwardTile& t = kForwardTiles[i];
+    if (i == row || t.head_dim != dim || t.heads_per_tile > 1 || cycles(i) >= least) continue;
+    best = i;
+    least = cycles(i);
   }
-  return {row, 0};
+  return {best, 0};
 }
 
 // Whether later rows see more keys.
@@ -186,7 +211,7 @@ inline ForwardChoice choose_forward(const ForwardParams& p, int sms) {
   const int head_dim = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
   return choose_forward(head_dim, p.seqlen_q, p.heads_q,
                         p.q_stride.head != 0 ? p.heads_kv : p.heads_q, p.batch, is_causal(p),
-                        p.packed(), sms);
+                        p.packed(), sms, p.seqlen_k);
 }
 
 constexpr ForwardTile forward_tile(int head_dim, int block_m, int key_parts = 1) {
