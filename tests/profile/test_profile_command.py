@@ -204,8 +204,10 @@ def test_a_script_without_ops_has_nothing_to_show_or_write(tmp_path: Path) -> No
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_a_module_runs_as_main(tmp_path: Path) -> None:
-    (tmp_path / "my_module.py").write_text(SCRIPT + "assert __name__ == '__main__'\n")
+def test_a_module_runs_as_main_and_soon(tmp_path: Path) -> None:
+    # Importing torch._inductor takes seconds, and the module does not need it.
+    checks = "assert __name__ == '__main__' and 'torch._inductor' not in sys.modules\n"
+    (tmp_path / "my_module.py").write_text(f"import sys\n{checks}{SCRIPT}")
     command = [sys.executable, "-m", "attnscope", "profile", "-m", "my_module", "--flag"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=os.environ)
     assert done.returncode == 0, done.stderr
@@ -372,23 +374,20 @@ def test_a_failure_is_printed_before_threads_are_waited_for(tmp_path: Path) -> N
     assert running.returncode == 1 and "ended by RuntimeError: the reason" in out.replace("\n", " ")
 
 
-@pytest.mark.parametrize(
-    ("ends", "code"),
-    [
-        ("sys.exit(3)", 3), ("sys.exit(1 << 40)", 0), ("raise KeyboardInterrupt", 130),
-        ("raise OSError('mine')", 1),
-    ],
-)  # fmt: skip
-def test_a_fork_that_exits_ends_there(tmp_path: Path, ends: str, code: int) -> None:
+def test_forks_that_exit_end_there(tmp_path: Path) -> None:
+    ends = {"sys.exit(3)": 3, "sys.exit(1 << 40)": 0, "raise KeyboardInterrupt": 130}
+    ends |= {"raise OSError('mine')": 1}
     path = tmp_path / "forks.py"
     path.write_text(
-        "import os, sys, torch\ntorch.ones(8)\nchild = os.fork()\n"
-        f"if not child:\n    print('in the fork')\n    {ends}\n"
-        "print('child', os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+        f"import os, sys, torch\ntorch.ones(8)\nfor end in {list(ends)}:\n"
+        "    child = os.fork()\n    if not child:\n        exec(end)\n"
+        "    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
+        "    print('child', code, flush=True)\n"
     )
     command = [sys.executable, "-m", "attnscope", "profile", str(path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0 and f"in the fork\nchild {code}\n" in result.stdout
+    children = "".join(f"child {code}\n" for code in ends.values())
+    assert result.returncode == 0 and result.stdout.startswith(children)
     assert result.stdout.count("\naten::ones ") == 1
 
 
@@ -412,15 +411,20 @@ SECOND = {
 }
 
 
-@pytest.mark.parametrize("how", SECOND)
-def test_a_second_profiler_in_the_script_is_an_error(how: str, tmp_path: Path) -> None:
+def test_a_second_profiler_in_the_script_is_an_error(tmp_path: Path) -> None:
     """In a separate process: PyTorch aborts if the second profiler is not detected in time."""
-    (tmp_path / "second.py").write_text(f"import torch\ntorch.ones(3) * 2\n{SECOND[how]}\n")
-    command = [sys.executable, "-m", "attnscope", "profile", "second.py"]
+    for how, code in SECOND.items():
+        (tmp_path / f"{how}.py").write_text(f"import torch\ntorch.ones(3) * 2\n{code}\n")
+    driver = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom attnscope.cli import build\n"
+        "for how in sys.argv[1:]:\n"
+        "    result = CliRunner().invoke(build('profile'), ['profile', f'{how}.py'])\n"
+        "    said = 'must contain no other profiler' in result.output\n"
+        "    print(how, result.exit_code, said, result.output.count('Traceback'))\n"
+    )
+    command = [sys.executable, "-c", driver, *SECOND]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    said = done.stdout + done.stderr
-    assert done.returncode == 2 and "must contain no other profiler" in said, said
-    assert "Traceback" not in said
+    assert done.stdout == "".join(f"{how} 2 True 0\n" for how in SECOND), done.stderr
 
 
 def test_a_record_that_cannot_be_read_is_not_the_fault_of_the_script(

@@ -1,11 +1,13 @@
 """Large traces: time and memory from the file to the report, and the two ways to read an event."""
 
 import contextlib
+import gc
 import io
 import json
 import re
 import time
 import tracemalloc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from token_loop import LAYERS, OPS, write_token_loop
 
 from attnscope.common import console
 from attnscope.profile import Profile
+from attnscope.profile.analysis.catalog import TABLES
 from attnscope.profile.render import chrome_trace
 from attnscope.profile.render.formats import write_all
 from attnscope.profile.trace import json_stream, reader
@@ -63,6 +66,18 @@ def test_time_of_a_report_grows_with_the_trace_and_not_faster(tmp_path: Path) ->
         seconds.append(time.process_time() - begin)
     # The first has what is constant. A pass over pairs of events would take 36 times as long.
     assert seconds[2] - seconds[0] < 15 * max(seconds[1] - seconds[0], 0.1), seconds
+
+
+def test_a_dropped_profile_is_freed_without_the_collector(tmp_path: Path) -> None:
+    profile = Profile.read(write_token_loop(tmp_path / "loop.json", 1))
+    tables = [profile.table(name) for name in TABLES]
+    parts = [weakref.ref(one) for one in (profile, profile.attribution, profile.flop_counts)]
+    gc.disable()
+    try:
+        del profile
+        assert tables and not any(part() for part in parts)
+    finally:
+        gc.enable()
 
 
 def parts(trace: Trace) -> tuple[object, ...]:

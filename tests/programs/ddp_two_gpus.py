@@ -1,6 +1,12 @@
-"""DistributedDataParallel over NCCL: run with `torchrun --nproc-per-node 2`."""
+"""DistributedDataParallel over NCCL: run with `torchrun --nproc-per-node 2`.
+
+Arguments: the number of steps, how many milliseconds the last rank is late to each, and the size
+of a bucket of gradients in MiB: with one bucket no kernel runs beside a collective.
+"""
 
 import os
+import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -8,17 +14,24 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-WIDTH, BATCH, STEPS = 4096, 2048, 8
+WIDTH, BATCH = 4096, 2048
+STEPS, LATE_MS, BUCKET_MIB = 30, 0, 25
 
+steps, late_ms, bucket = map(int, sys.argv[1:] or (STEPS, LATE_MS, BUCKET_MIB))
 local = int(os.environ["LOCAL_RANK"])
 torch.cuda.set_device(local)
 dist.init_process_group("nccl", device_id=torch.device("cuda", local))
 torch.manual_seed(0)
 layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
-model = DistributedDataParallel(nn.Sequential(*layers).cuda(), device_ids=[local])
+model = DistributedDataParallel(
+    nn.Sequential(*layers).cuda(), device_ids=[local], bucket_cap_mb=bucket
+)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 inputs = torch.randn(BATCH, WIDTH, device="cuda")
-for _ in range(STEPS):
+for _ in range(steps):
+    if late_ms and dist.get_rank() == dist.get_world_size() - 1:
+        torch.cuda.synchronize()
+        time.sleep(late_ms / 1e3)
     with torch.autocast("cuda", torch.bfloat16):
         loss = F.mse_loss(model(inputs), inputs)
     loss.backward()

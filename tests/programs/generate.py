@@ -1,10 +1,15 @@
-"""Token by token: a decoder with a cache, one small launch after the other, a copy to the host."""
+"""Token by token: a decoder with a cache, one small launch after the other, a copy to the host.
+
+An argument is the number of tokens.
+"""
+
+import sys
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-WIDTH, HEADS, LAYERS, VOCABULARY, LENGTH, TOKENS = 2048, 16, 8, 8192, 256, 48
+WIDTH, HEADS, LAYERS, VOCABULARY, LENGTH, TOKENS = 2048, 16, 8, 8192, 512, 48
 
 
 class Layer(nn.Module):
@@ -25,11 +30,12 @@ class Layer(nn.Module):
 
 
 torch.manual_seed(0)
-layers = nn.ModuleList(Layer() for _ in range(LAYERS)).cuda().to(torch.bfloat16)
-embedding = nn.Embedding(VOCABULARY, WIDTH).cuda().to(torch.bfloat16)
+with torch.device("cuda"):
+    layers = nn.ModuleList(Layer() for _ in range(LAYERS)).to(torch.bfloat16)
+    embedding = nn.Embedding(VOCABULARY, WIDTH).to(torch.bfloat16)
 found = [1]
 with torch.inference_mode():
-    for place in range(TOKENS):
+    for place in range(int(sys.argv[1]) if sys.argv[1:] else TOKENS):
         x = embedding(torch.tensor([[found[-1]]], device="cuda"))
         for layer in layers:
             x = layer(x, place)

@@ -5,10 +5,12 @@ Each program of this folder runs once under each of the two; neither sees the ot
 
 import json
 import os
+import re
 import shutil
 import sqlite3
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,9 @@ from attnscope.profile import Profile
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 PROGRAMS = Path(__file__).parent
 TOLERANCE = 0.005  # of the GPU time
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+HOST_S = 0.5  # by which the start of a process varies
+LATE_STEPS, LATE_MS = 8, 40  # of ddp_two_gpus.py
 # Program and arguments -> the least share of its GPU time that must have an owner.
 CASES = {
     "gpt_training.py": 1.0,
@@ -38,6 +43,10 @@ def run(*command: str, folder: Path) -> str:
     # The same generated code in all runs: Inductor chooses it by time in the first.
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
     environment |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TRITON_CACHE_DIR": str(folder / "triton")}
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if worker and TORCHRUN[1] not in command:  # each worker of a parallel run has a GPU of its own
+        gpu = int(worker.removeprefix("gw")) % torch.cuda.device_count()
+        environment |= {"CUDA_VISIBLE_DEVICES": str(gpu)}
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240
     )
@@ -50,8 +59,8 @@ def program(case: str) -> list[str]:
     return [str(PROGRAMS / name), *arguments]
 
 
-def nsys_kernels(folder: Path, command: list[str], name: str | None = None) -> tuple[int, int]:
-    """Kernels that nsys sees, and their nanoseconds; of the NVTX range `name` only, if given."""
+def nsys_report(folder: Path, command: list[str]) -> Path:
+    """The database of a Python program under nsys."""
     if shutil.which("nsys") is None:
         pytest.skip("no nsys on PATH")
     report = folder / "report"
@@ -60,6 +69,12 @@ def nsys_kernels(folder: Path, command: list[str], name: str | None = None) -> t
     run("nsys", "profile", *options, *where, sys.executable, *command, folder=folder)
     export = ["--type=sqlite", "--force-overwrite=true", f"--output={report}.sqlite"]
     run("nsys", "export", *export, f"{report}.nsys-rep", folder=folder)
+    return Path(f"{report}.sqlite")
+
+
+def nsys_kernels(folder: Path, command: list[str], name: str | None = None) -> tuple[int, int]:
+    """Kernels that nsys sees, and their nanoseconds; of the NVTX range `name` only, if given."""
+    report = nsys_report(folder, command)
     query = "SELECT count(*), sum(k.end - k.start) FROM CUPTI_ACTIVITY_KIND_KERNEL k"
     if name is not None:
         query += (
@@ -67,7 +82,7 @@ def nsys_kernels(folder: Path, command: list[str], name: str | None = None) -> t
             " NVTX_EVENTS n ON r.start BETWEEN n.start AND n.end LEFT JOIN StringIds s"
             f" ON s.id = n.textId WHERE coalesce(n.text, s.value) = '{name}'"
         )
-    with sqlite3.connect(f"{report}.sqlite") as data:
+    with sqlite3.connect(report) as data:
         count, ns = data.execute(query).fetchone()
     return count, ns
 
@@ -111,32 +126,103 @@ def test_counts_and_time_are_those_of_nsys(case: str, tmp_path: Path) -> None:
 
 def test_a_trace_that_a_script_recorded_itself_is_read(tmp_path: Path) -> None:
     script = program("own_profiler.py")
-    run(sys.executable, *script, str(tmp_path / "own.json"), folder=tmp_path)
-    profile = Profile.read(tmp_path / "own.json")
-    owners = profile.attribution
-    assert profile.incomplete is None and owners.share == 1
-    theirs = nsys_kernels(tmp_path, script, "measured")
-    ours = (len(profile.trace.kernels), float(owners.total_ns))
-    assert agree("own_profiler.py", ours, theirs, owners.share)
+    for _ in range(2):
+        run(sys.executable, *script, str(tmp_path / "own.json"), folder=tmp_path)
+        profile = Profile.read(tmp_path / "own.json")
+        owners = profile.attribution
+        assert profile.incomplete is None and owners.share == 1
+        theirs = nsys_kernels(tmp_path, script, "measured")
+        ours = (len(profile.trace.kernels), float(owners.total_ns))
+        if agree("own_profiler.py", ours, theirs, owners.share):
+            return
+    pytest.fail(f"GPU time differs by more than {TOLERANCE:.1%} in two runs")
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_ddp_on_two_gpus_is_recorded_by_rank_and_merged(tmp_path: Path) -> None:
+@pytest.mark.timing
+def test_a_long_program_takes_little_longer_and_its_report_comes_soon(tmp_path: Path) -> None:
+    """Until its end it takes at most 15 % more; the report of 33,000 kernels follows in 12 s."""
+    script = tmp_path / "timed.py"
+    path, *tokens = program("generate.py 380")
+    script.write_text(
+        f"import runpy, sys, time\nsys.argv = {[path, *tokens]}\n"
+        f"runpy.run_path({path!r}, run_name='__main__')\nprint('ended', time.time())\n"
+    )
+    plain = []
+    for _ in range(2):  # the first reads files from the disk
+        begin = time.time()
+        run(sys.executable, str(script), folder=tmp_path)
+        plain.append(time.time() - begin)
+    command = ["-m", "attnscope", "profile", "--output", str(tmp_path / "out"), str(script)]
+    begin = time.time()
+    text = run(sys.executable, *command, folder=tmp_path)
+    end = time.time()
+    ended = float(re.search(r"ended (\S+)", text)[1])  # type: ignore[index]
+    kernels = json.loads((tmp_path / "out" / "profile.json").read_text())["attribution"]["kernels"]
+    print(
+        f"{kernels:,} kernels: plain {plain[1]:.2f} s, profiled to the end of the program "
+        f"{ended - begin:.2f} s, then {end - ended:.2f} s until the command has ended"
+    )
+    assert kernels > 33_000 and end - ended < 12 * kernels / 33_000
+    assert ended - begin < 1.15 * plain[1] + HOST_S
+
+
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def record_ranks(folder: Path, script: list[str]) -> dict[str, Any]:
+    """The merged report of a program on two ranks."""
     ours = [sys.executable, "-m", "attnscope", "profile"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    out = folder / "out"
     run(
-        *launcher, "--no-python", *ours, "--output", str(tmp_path / "out"),
-        *program("ddp_two_gpus.py"), folder=tmp_path,
+        sys.executable, *TORCHRUN, "--no-python", *ours, "--output", str(out), *script,
+        folder=folder,
     )  # fmt: skip
-    run(*ours, "--merge", str(tmp_path / "out"), folder=tmp_path)
-    merged = json.loads((tmp_path / "out" / "ranks.json").read_text())
+    run(*ours, "--merge", str(out), folder=folder)
+    merged: dict[str, Any] = json.loads((out / "ranks.json").read_text())
     assert [row["state"] for row in merged["tables"]["ranks"]] == ["complete"] * 2
     assert all(row["owned"] == 1 for row in merged["tables"]["ranks"])
-    (reduced,) = (r for r in merged["tables"]["communication"] if r["collective"] == "all_reduce")
-    assert reduced["waiting_us"] is not None and reduced["bus_gbs"] > 1
-    theirs = nsys_kernels(tmp_path, [*launcher[1:], *program("ddp_two_gpus.py")])
-    records = [
-        json.loads((tmp_path / "out" / f"rank{rank}" / "profile.json").read_text())["attribution"]
-        for rank in range(2)
-    ]
-    assert sum(one["kernels"] for one in records) == theirs[0]
+    return merged
+
+
+@TWO_GPUS
+def test_ddp_on_two_gpus_is_what_nsys_sees(tmp_path: Path) -> None:
+    # One bucket: collectives slow the kernels beside them, differently in each run.
+    script = program("ddp_two_gpus.py 30 0 1000")
+    for _ in range(3):
+        merged = record_ranks(tmp_path, script)
+        theirs = nsys_by_device(tmp_path, [*TORCHRUN, *script])
+        same = []
+        for row, found in zip(merged["tables"]["ranks"], theirs, strict=True):
+            path = tmp_path / "out" / f"rank{row['rank']}" / "profile.json"
+            kernels = json.loads(path.read_text())["attribution"]["kernels"]
+            ours = (kernels, row["compute_us"] * 1e3)
+            same.append(agree(f"ddp_two_gpus.py, rank {row['rank']}", ours, found, row["owned"]))
+        if all(same):
+            return
+    pytest.fail(f"GPU time differs by more than {TOLERANCE:.1%} in three runs")
+
+
+@TWO_GPUS
+def test_waiting_for_a_late_rank_is_found_on_two_gpus(tmp_path: Path) -> None:
+    merged = record_ranks(tmp_path, program(f"ddp_two_gpus.py {LATE_STEPS} {LATE_MS} 25"))
+    tables = merged["tables"]
+    (reduced,) = (row for row in tables["communication"] if row["collective"] == "all_reduce")
+    print(merged["verdict"])
+    print({key: reduced[key] for key in ("calls", "time_us", "own_us", "waiting_us", "bus_gbs")})
+    # The first rank waits for the last in one collective of each step.
+    assert reduced["waiting_us"] == pytest.approx(LATE_STEPS * LATE_MS * 1e3, rel=0.3)
+    assert tables["ranks"][1]["late"] >= LATE_STEPS and "most of it for rank 1" in merged["verdict"]
+    assert 10 < reduced["bus_gbs"] < 450  # NVLink of an H200: 450 GB/s in each direction
+
+
+def nsys_by_device(folder: Path, command: list[str]) -> list[tuple[int, int]]:
+    """For each GPU, the kernels that nsys sees, and the nanoseconds of those that are not NCCL's,
+    which wait for the other rank."""
+    report = nsys_report(folder, command)
+    query = (
+        "SELECT count(*), sum((s.value NOT LIKE '%nccl%') * (k.end - k.start)) FROM"
+        " CUPTI_ACTIVITY_KIND_KERNEL k JOIN StringIds s ON s.id = k.demangledName"
+        " GROUP BY k.deviceId ORDER BY k.deviceId"
+    )
+    with sqlite3.connect(report) as data:
+        return [(count, ns) for count, ns in data.execute(query)]

@@ -124,6 +124,13 @@ def test_every_role_marks_every_tile_and_step_in_order(recorded):
     work, made = recorded
     names = ("block_n", "heads", "consumers", "heads_per_tile")
     block_n, group, count, heads_per_tile = (made.facts["tile"][name] for name in names)
+    per_head, together = count // heads_per_tile, made.heads_together
+    rows = work.seqlen_q * group
+
+    def blocks_of(unit: int) -> int:
+        first = 64 * (unit // together)
+        return visible_blocks(work, first // group, -(-min(first + 64, rows) // group), block_n)
+
     for at in range(len(made.blocks)):
         assert len(set(made.tile_counts[at])) == 1
         _, producer, _, *consumers = made.tracks(at)
@@ -134,13 +141,10 @@ def test_every_role_marks_every_tile_and_step_in_order(recorded):
             issues = track.tile[track.of("tile.IssueScores", "step.IssueScores")]
             own = []
             for head, _, first, *_, end in made.notes(at).tolist():
-                begin = first + 64 * (number % (count // heads_per_tile))
-                if head + number // (count // heads_per_tile) >= work.heads_q:
-                    begin = end  # the last tile of a sequence has one head less
-                last = -(-min(begin + 64, end) // group)
-                own.append(
-                    visible_blocks(work, begin // group, last, block_n) if begin < end else 0
-                )
+                unit = first + number % per_head
+                # The last tile of a sequence may have fewer heads or units.
+                has_unit = unit < end and head + number // per_head < work.heads_q
+                own.append(blocks_of(unit) if has_unit else 0)
             assert np.bincount(issues, minlength=tiles).tolist() == own
 
 

@@ -28,7 +28,7 @@ __device__ __forceinline__ void init_barriers(BackwardShared<Config>& s) {
     ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
   };
   constexpr int kWarps = 4 * Config::kConsumers, kArrivals = kWarps * kWarpArrivals;
-  for (uint64_t& barrier : s.tile_full) init(barrier, 1);
+  for (uint64_t& barrier : s.tile_full) init(barrier, kWarpArrivals);
   for (uint64_t& barrier : s.tile_empty) init(barrier, kArrivals + Config::kConsumers + 1);
   init(s.tile_wanted, 1);
   for (uint64_t& barrier : s.k_full) init(barrier, 1);

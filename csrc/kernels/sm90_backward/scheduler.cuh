@@ -49,7 +49,9 @@ __device__ __forceinline__ void schedule(const BackwardArguments& a, BackwardSha
     __syncwarp();
     inject(Fault::kTile, next.number);
     if (last || (t.rows > 0 && t.begin < t.end)) {
-      if (ptx::lane() == 0) ptx::mbarrier_arrive(ptx::shared_address(&s.tile_full[slot.stage]));
+      if (kEveryLaneArrives || ptx::lane() == 0) {
+        ptx::mbarrier_arrive(ptx::shared_address(&s.tile_full[slot.stage]));
+      }
       // The kernel before zeroes the counter. No thread block ends before it.
       ptx::await_kernel_before();
       if (last) return;

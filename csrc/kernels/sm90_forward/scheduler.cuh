@@ -237,7 +237,7 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
     } else {
       note_tile(timeline, s.queue.tiles, w);
     }
-    if (elected) w.stop = stop;
+    if (elected && !described) w.stop = stop;
     inject(Fault::kTile, s.queue.tiles);
     __syncwarp();  // every lane wrote a part
     if (kEveryLaneArrives || elected) {

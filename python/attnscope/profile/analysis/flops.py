@@ -96,6 +96,8 @@ def op_work(event: CpuEvent) -> Work | str:
 
     Ops that only call other ops ("aten::matmul", "aten::linear") have no formula: see FlopCounts.
     """
+    if _formula(event.name) is None:
+        return f"no FLOP formula for {event.name}"
     return _work(_Call(event.name, event.shapes, event.dtypes, event.concrete))
 
 
@@ -111,8 +113,7 @@ class _Call(NamedTuple):
 @lru_cache(1 << 12)  # a program makes few different calls, many times each
 def _work(call: _Call) -> Work | str:
     formula = _formula(call.name)
-    if formula is None:
-        return f"no FLOP formula for {call.name}"
+    assert formula is not None
     if not call.shapes or call.dtypes is None or call.concrete is None:
         return NO_SHAPES
     try:
@@ -127,6 +128,7 @@ def op_flops(event: CpuEvent) -> int | None:
     return work.flops if isinstance(work, Work) else None
 
 
+@cache
 def _formula(name: str) -> Callable[[_Call, Shapes], Work | str] | None:
     if name in _PRODUCTS:
         return _product
@@ -137,19 +139,12 @@ def _formula(name: str) -> Callable[[_Call, Shapes], Work | str] | None:
     return _convolution_backward if name == "aten::convolution_backward" else None
 
 
-@cache
-def _torch_formula(name: str) -> Any:
-    import torch
-    from torch.utils.flop_counter import flop_registry
-
-    return flop_registry[getattr(torch.ops.aten, name)]
-
-
 def _product(event: _Call, shapes: Shapes) -> Work:
     at = _PRODUCTS[event.name]
     a, b = shapes[at : at + 2]
+    assert 2 <= len(a) == len(b) <= 3 and (*a[:-2], a[-1]) == b[:-1]
     rule = "2 m n k" if len(a) == 2 else "2 b m n k"
-    return Work(_torch_formula("mm" if len(a) == 2 else "bmm")(a, b), _dtype(event, at), rule)
+    return Work(2 * prod(a) * b[-1], _dtype(event, at), rule)
 
 
 def _attention(event: _Call, shapes: Shapes) -> Work | str:
@@ -198,9 +193,7 @@ def _convolution(event: _Call, shapes: Shapes) -> Work:
         (x[i + 2] + 2 * padding[i] - dilation[i] * (w[i + 2] - 1) - 1) // stride[i] + 1
         for i in each
     ]
-    flops = _torch_formula("convolution")(
-        x, w, None, stride, padding, dilation, transposed, out_val=[x[0], w[0], *points]
-    )
+    flops = 2 * x[0] * prod(x[2:] if transposed else points) * prod(w)
     return Work(flops, _dtype(event, 0), "2 a multiply-add of each filter tap")
 
 
@@ -266,7 +259,8 @@ class FlopCounts:
         owner = self._attribution.op(kernel)
         around = [] if owner is None else [owner, *self.trace.ancestors(owner)]
         ops = [event for event in around if event.kind == "op"]
-        for op in reversed(ops):
+        for at in range(len(ops) - 1, -1, -1):
+            op = ops[at]
             work = self.works.get(op.index) or op_work(op)
             if isinstance(work, Work):
                 if op.index not in self.works:
@@ -274,7 +268,7 @@ class FlopCounts:
                     for index in self._containers(op):
                         self._inside[index].append(op.index)
                 self._launched[op.index].append(kernel)
-                for inner in ops[: ops.index(op)]:
+                for inner in ops[:at]:
                     self._covered[inner.index] = op.index
                 return
         if category(kernel.name) in ("GEMM", "attention"):

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
+from weakref import WeakKeyDictionary
 
 from attnscope.profile.analysis.kernel_names import category
 from attnscope.profile.attribution.owners import Attribution, busy_ns
@@ -37,8 +38,17 @@ class Idle:
         return self.span - self.busy - self.starved
 
 
+_known: WeakKeyDictionary[Attribution, Idle] = WeakKeyDictionary()
+
+
 def idle_time(attribution: Attribution) -> Idle:
     """The idle time of the GPUs of a trace, taken together."""
+    if attribution not in _known:
+        _known[attribution] = _idle_time(attribution)
+    return _known[attribution]
+
+
+def _idle_time(attribution: Attribution) -> Idle:
     trace = attribution.trace
     if not trace.gpu:
         return Idle(0, 0, 0, {}, 0)
@@ -54,7 +64,7 @@ def idle_time(attribution: Attribution) -> Idle:
                 gaps[ranges[0].name if ranges else "(no range)"].append(gap)
         until = max(until, work.end)
     starved = sum(sum(found) for found in gaps.values())
-    return Idle(until - first, busy_ns(trace.gpu), starved, dict(gaps), exposed_ns(trace.kernels))
+    return Idle(until - first, attribution.busy_ns, starved, dict(gaps), exposed_ns(trace.kernels))
 
 
 def exposed_ns(kernels: Iterable[GpuEvent]) -> int:

@@ -15,7 +15,7 @@ import pandas
 
 from attnscope.profile.analysis.efficiency import FIGURES, Efficiency
 from attnscope.profile.analysis.steps import PARTS, program_window
-from attnscope.profile.attribution.owners import Attribution, busy_ns
+from attnscope.profile.attribution.owners import Attribution
 from attnscope.profile.errors import ProfileError
 from attnscope.profile.trace.events import CpuEvent, GpuEvent, Trace
 
@@ -94,7 +94,7 @@ def check_stages(attribution: Attribution, table: pandas.DataFrame) -> None:
     ):
         _at_most("stages", table, part, table[limit], limit)
     _at_most("stages", table, "gpu_us", total, "all kernels")
-    _at_most("stages", table, "gpu_busy_us", busy_ns(trace.gpu) / 1e3, "all GPU work")
+    _at_most("stages", table, "gpu_busy_us", attribution.busy_ns / 1e3, "all GPU work")
     _at_most("stages", table, "wall_us", table["calls"] * _span_us(trace), "the whole trace")
     _at_most("stages", table, "kernels", len(trace.kernels), "all kernels")
     _possible("stages", table)

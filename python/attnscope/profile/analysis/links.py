@@ -15,6 +15,7 @@ COLUMNS = (
     "kernel", "symbol", "kind", "gpu", "stream", "start_us", "gpu_us", "launch", "launch_us",
     "wait_us", "thread", "op", "ops", "forward_op", "range", "module", "line", "frames",
 )  # fmt: skip
+NO_FRAMES = (None, None, None)
 
 
 def python_line(attribution: Attribution, event: CpuEvent | GpuEvent) -> str | None:
@@ -73,6 +74,13 @@ def _row(attribution: Attribution, work: GpuEvent) -> tuple[object, ...]:
             event.name for event in (*attribution.ranges(work), *attribution.captured_ranges(work))
         )
         or None,
+        *(_python(attribution, work) if attribution.has_frames else NO_FRAMES),
+    )
+
+
+def _python(attribution: Attribution, work: GpuEvent) -> tuple[str | None, str | None, str | None]:
+    """Module, line and frames."""
+    return (
         ".".join(attribution.module(work)) or None,
         python_line(attribution, work),
         "\n".join(attribution.stack(work)) or None,

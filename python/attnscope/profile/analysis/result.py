@@ -19,7 +19,7 @@ from attnscope.profile.analysis.invariants import check_figures, check_owners
 from attnscope.profile.analysis.lint import Lint, lint
 from attnscope.profile.analysis.verdict import Verdict, starves, verdict
 from attnscope.profile.attribution.audit import Audit, audit
-from attnscope.profile.attribution.owners import Attribution, busy_ns
+from attnscope.profile.attribution.owners import Attribution
 from attnscope.profile.errors import ProfileError
 from attnscope.profile.trace.events import Trace
 
@@ -183,9 +183,9 @@ class Result:
     @cached_property
     def _findings(self) -> tuple[Finding, ...]:
         found = detect(self.attribution, self.flop_counts)
-        busy = busy_ns(self.trace.gpu)
         wall = self.unprofiled_wall_s
-        if wall and not starves(idle_time(self.attribution), busy / (wall * 1e9)):
+        busy_ns = self.attribution.busy_ns
+        if wall and not starves(idle_time(self.attribution), busy_ns / (wall * 1e9)):
             found = [one for one in found if one.kind != STARVATION]
         return tuple(found)
 

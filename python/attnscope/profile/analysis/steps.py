@@ -10,11 +10,14 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from attnscope.profile.attribution.owners import Attribution
 from attnscope.profile.trace.events import CpuEvent, GpuEvent, Trace
@@ -276,45 +279,41 @@ def step_breakdown(attribution: Attribution, name: str | None = None) -> pandas.
     return table
 
 
-def _union(events: Iterable[CpuEvent | GpuEvent]) -> Iterator[Interval]:
-    """The times in which any event ran, as disjoint intervals in order; events sorted by start."""
-    begin = until = 0
-    for event in events:
-        if event.start > until:
-            if until > begin:
-                yield begin, until
-            begin = event.start
-        until = max(until, event.end)
-    if until > begin:
-        yield begin, until
+def _union(events: Sequence[CpuEvent | GpuEvent]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The times in which any event ran, as starts and ends of disjoint intervals in order; events
+    sorted by start."""
+    starts = np.array([event.start for event in events], dtype=np.int64)
+    ends = np.maximum.accumulate(np.array([event.end for event in events], dtype=np.int64))
+    begins = np.ones(len(starts), dtype=bool)
+    begins[1:] = starts[1:] > ends[:-1]
+    return starts[begins], ends[np.append(begins[1:], True)] if len(ends) else ends
 
 
 def split(
-    steps: Sequence[Step], by_part: Sequence[Iterable[CpuEvent | GpuEvent]]
+    steps: Sequence[Step], by_part: Sequence[Sequence[CpuEvent | GpuEvent]]
 ) -> list[list[int]]:
     """Nanoseconds of each step in each part; each instant counts in the first active part.
 
     The steps and the events of each part must be sorted by start, and the steps disjoint. The last
     entry is time that no part covers, so the entries of a step sum to its length.
     """
-    edges: list[tuple[int, int, int]] = []  # time, part, +1 or -1
-    for part, events in enumerate(by_part):
-        for start, end in _union(events):
-            edges += [(start, part, 1), (end, part, -1)]
-    # Step boundaries split the intervals there; they belong to no part.
     none = len(by_part)
-    for step in steps:
-        edges += [(step.start, none, 0), (step.end, none, 0)]
-    edges.sort()
-    active = 0  # bit p: part p is active
+    begins = np.array([step.start for step in steps], dtype=np.int64)
+    ends = np.array([step.end for step in steps], dtype=np.int64)
+    # Step boundaries split the intervals there; they belong to no part. Bit p: part p is active.
+    times, changes = [begins, ends], [np.zeros(2 * len(steps), dtype=np.int64)]
+    for part, events in enumerate(by_part):
+        for edges, sign in zip(_union(events), (1, -1), strict=True):
+            times.append(edges)
+            changes.append(np.full(len(edges), sign << part, dtype=np.int64))
+    at = np.concatenate(times)
+    order = np.argsort(at, kind="stable")
+    at, active = at[order], np.cumsum(np.concatenate(changes)[order])
     first = [next((p for p in range(none) if bits >> p & 1), none) for bits in range(1 << none)]
-    taken = [[0] * (none + 1) for _ in steps]
-    at, before = 0, 0
-    for time, part, change in edges:
-        while at < len(steps) and steps[at].end <= before:
-            at += 1
-        if at < len(steps) and before >= steps[at].start and time > before:
-            taken[at][first[active]] += time - before
-        active += change << part
-        before = time
-    return taken
+    step = np.searchsorted(begins, at[:-1], side="right") - 1
+    inside = (step >= 0) & (at[:-1] < ends[step])
+    taken = np.zeros((len(steps), none + 1), dtype=np.int64)
+    where = (step[inside], np.array(first)[active[:-1][inside]])
+    np.add.at(taken, where, np.diff(at)[inside])
+    found: list[list[int]] = taken.tolist()
+    return found

@@ -246,7 +246,7 @@ def module_table(attribution: Attribution) -> pandas.DataFrame:
     forward: Counter[tuple[str, ...]] = Counter()
     backward: Counter[tuple[str, ...]] = Counter()
     kernels: Counter[tuple[str, ...]] = Counter()
-    for kernel in attribution.trace.kernels:
+    for kernel in attribution.trace.kernels if attribution.has_frames else ():
         op = attribution.op(kernel)
         side = backward if op and attribution.forward_op(op) else forward
         path = attribution.module(kernel)

@@ -29,9 +29,9 @@ class Node:
     def child(self, kind: str, name: str) -> Node:
         return self.children.setdefault((kind, name), Node(name, kind))
 
-    def add(self, kernel: GpuEvent) -> None:
-        self.ns += kernel.duration
-        self.kernels += 1
+    def add(self, ns: int, kernels: int) -> None:
+        self.ns += ns
+        self.kernels += kernels
 
     def prune(self, least_ns: float) -> None:
         """Merge children below `least_ns` into one node; no time is lost."""
@@ -61,13 +61,18 @@ def icicle(attribution: Attribution) -> Node:
     Raises ProfileError if the children of a node take longer than the node.
     """
     root = Node("all kernels", "all")
+    paths: dict[tuple[Any, ...], list[int]] = {}  # nanoseconds and number of kernels
     for kernel in attribution.trace.kernels:
+        sums = paths.setdefault((*_path(attribution, kernel), kernel.name), [0, 0])
+        sums[0] += kernel.end - kernel.start
+        sums[1] += 1
+    for (*path, symbol), (ns, kernels) in paths.items():
         node = root
-        node.add(kernel)
-        for kind, name in _path(attribution, kernel):
+        node.add(ns, kernels)
+        for kind, name in (*path, ("kernel", short_name(symbol))):
             node = node.child(kind, name)
-            node.add(kernel)
-        node.category = category(kernel.name)
+            node.add(ns, kernels)
+        node.category = category(symbol)
     _check(root)
     root.prune(root.ns * SMALLEST)
     _check(root)
@@ -75,6 +80,7 @@ def icicle(attribution: Attribution) -> Node:
 
 
 def _path(attribution: Attribution, kernel: GpuEvent) -> list[tuple[str, str]]:
+    """The ranges and ops around a kernel, outermost first."""
     stages = [("stage", event.name) for event in attribution.ranges(kernel)]
     op = attribution.op(kernel)
     around = [op, *attribution.trace.ancestors(op)] if op else []
@@ -82,7 +88,7 @@ def _path(attribution: Attribution, kernel: GpuEvent) -> list[tuple[str, str]]:
     # The engine's own event adds nothing to the op that it runs.
     names = [n.removeprefix(ENGINE) for n in names if not n.startswith(ENGINE) or n == names[-1]]
     ops = [("op", name) for name in names or [owner_name(attribution, kernel)]]
-    return [*stages, *ops, ("kernel", short_name(kernel.name))]
+    return stages + ops
 
 
 def _check(node: Node) -> None:

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
+from attnscope.profile.attribution.threads import Threads
 from attnscope.profile.trace.events import CpuEvent, Trace
 
 ENGINE = "autograd::engine::evaluate_function: "
@@ -25,21 +25,10 @@ ENGINE_CALLS = ("run_backward of torch._C._EngineBase", "): _engine_run_backward
 
 
 class Backward:
-    """Backward work of a trace.
+    """Backward work of a trace."""
 
-    Args:
-        trace: the events.
-        by_thread: the CPU events of each thread.
-        open_at: returns the events open on a thread at a time, innermost first.
-    """
-
-    def __init__(
-        self,
-        trace: Trace,
-        by_thread: Mapping[int, Sequence[CpuEvent]],
-        open_at: Callable[[int, int], Sequence[CpuEvent]],
-    ) -> None:
-        self.trace, self._by_thread, self._open_at = trace, by_thread, open_at
+    def __init__(self, trace: Trace, threads: Threads) -> None:
+        self.trace, self._threads = trace, threads
 
     def caller(self, event: CpuEvent) -> int | None:
         """The thread that waits in backward() for an event of an autograd thread, else None.
@@ -52,7 +41,7 @@ class Backward:
             return None
         at = self._outermost[event.index]
         outer = self.trace.cpu[at] if at >= 0 else event
-        around = {thread: self._open_at(thread, outer.start) for thread in self._own_ops}
+        around = {thread: self._threads.open_at(thread, outer.start) for thread in self._own_ops}
         called = [thread for thread, open_ in around.items() if any(map(_is_call, open_))]
         without_frames = [
             thread
@@ -78,7 +67,7 @@ class Backward:
     @cached_property
     def _last(self) -> dict[int, int]:
         """Thread -> end of its last event."""
-        return {t: max(e.end for e in events) for t, events in self._by_thread.items()}
+        return {t: max(e.end for e in events) for t, events in self._threads.events.items()}
 
     @cached_property
     def _outermost(self) -> list[int]:

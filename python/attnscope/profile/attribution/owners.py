@@ -7,13 +7,13 @@ cross-check. `key_averages()` is not used.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Iterable
 from functools import cached_property
+from math import inf
 
 from attnscope.profile.attribution.backward import Backward
 from attnscope.profile.attribution.graphs import Capture, captured_calls
+from attnscope.profile.attribution.threads import Threads
 from attnscope.profile.trace.events import CLOCKS_NS, CpuEvent, GpuEvent, Trace, is_open
 from attnscope.profile.trace.markers import GRAPH_LAUNCHES
 
@@ -28,10 +28,7 @@ class Attribution:
         self.trace = trace
         self._ops = {e.external_id: e for e in trace.cpu if e.kind == "op" and e.external_id}
         self._open = _open_ranges(trace.cpu)
-        self._by_thread: dict[int, list[CpuEvent]] = defaultdict(list)
-        for event in trace.cpu:
-            self._by_thread[event.thread].append(event)
-        self._starts = {t: [e.start for e in events] for t, events in self._by_thread.items()}
+        self._threads = Threads(trace)
 
     # Owners
 
@@ -82,17 +79,7 @@ class Attribution:
 
     def op_at(self, thread: int, time: int) -> CpuEvent | None:
         """The innermost op open on a thread at a time."""
-        return next((e for e in self._open_at(thread, time) if e.kind == "op"), None)
-
-    def _last_at(self, thread: int, time: int) -> CpuEvent | None:
-        """The last event that a thread began up to a time."""
-        at = bisect_right(self._starts.get(thread, []), time) - 1
-        return self._by_thread[thread][at] if at >= 0 else None
-
-    def _open_at(self, thread: int, time: int) -> list[CpuEvent]:
-        """The events open on a thread at a time, innermost first."""
-        last = self._last_at(thread, time)
-        return [e for e in (last, *self.trace.ancestors(last)) if e.end > time] if last else []
+        return next((e for e in self._threads.open_at(thread, time) if e.kind == "op"), None)
 
     @cached_property
     def disagreements(self) -> list[GpuEvent]:
@@ -158,7 +145,7 @@ class Attribution:
 
     def _ranges_at(self, thread: int, time: int) -> tuple[CpuEvent, ...]:
         """The ranges open on a thread at a time."""
-        last = self._last_at(thread, time)
+        last = self._threads.last_at(thread, time)
         if last is None:
             return ()
         around = [self.trace.cpu[i] for i in self._open[last.index]]
@@ -169,7 +156,7 @@ class Attribution:
 
     @cached_property
     def _backward(self) -> Backward:
-        return Backward(self.trace, self._by_thread, self._open_at)
+        return Backward(self.trace, self._threads)
 
     @property
     def autograd_threads(self) -> set[int]:
@@ -201,11 +188,12 @@ class Attribution:
         return tuple(f for f in self._frames(event) if not f.startswith(MODULE))
 
     @cached_property
-    def _has_frames(self) -> bool:
+    def has_frames(self) -> bool:
+        """Whether Python frames or modules were recorded."""
         return any(event.kind == "python" for event in self.trace.cpu)
 
     def _frames(self, event: CpuEvent | GpuEvent) -> tuple[str, ...]:
-        if not self._has_frames:
+        if not self.has_frames:
             return ()
         if isinstance(event, GpuEvent):
             owner = self.op(event) or (self.trace.cpu[event.launch] if event.launch >= 0 else None)
@@ -244,6 +232,11 @@ class Attribution:
         rest = (k for k in self.trace.kernels if k.index in self._captured and self.op(k) is None)
         return sum(kernel.duration for kernel in rest if self.captured_op(kernel) is not None)
 
+    @cached_property
+    def busy_ns(self) -> int:
+        """Time in which a kernel, a copy or a fill ran."""
+        return busy_ns(self.trace.gpu)
+
     @property
     def share(self) -> float | None:
         """owned_ns / total_ns; None if no kernel ran."""
@@ -252,10 +245,13 @@ class Attribution:
 
 def busy_ns(events: Iterable[CpuEvent | GpuEvent]) -> int:
     """Nanoseconds in which at least one of the events ran: overlaps count once."""
+    spans = [(event.start, event.end) for event in events]
+    spans.sort()
     busy, until = 0, -1
-    for start, end in sorted((e.start, e.end) for e in events):
-        busy += max(0, end - max(start, until))
-        until = max(until, end)
+    for start, end in spans:
+        if end > until:
+            busy += end - (start if start > until else until)
+            until = end
     return busy
 
 
@@ -264,12 +260,15 @@ def _open_ranges(events: list[CpuEvent]) -> list[tuple[int, ...]]:
 
     This is not the chain of parents: ranges may overlap without nesting.
     """
-    now: dict[int, tuple[int, ...]] = {}
+    now: dict[int, tuple[tuple[int, ...], float]] = {}  # thread -> ranges, the first end of them
     around = []
     for event in events:
-        ranges = now.get(event.thread, ())
-        if any(events[at].end <= event.start for at in ranges):
+        ranges, first_end = now.get(event.thread, ((), inf))
+        if first_end <= event.start:
             ranges = tuple(at for at in ranges if events[at].end > event.start)
+            first_end = min((events[at].end for at in ranges), default=inf)
+            now[event.thread] = ranges, first_end
         around.append(ranges)
-        now[event.thread] = (*ranges, event.index) if event.kind == "range" else ranges
+        if event.kind == "range":
+            now[event.thread] = (*ranges, event.index), min(first_end, event.end)
     return around

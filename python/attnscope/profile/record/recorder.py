@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import json
 import os
 import platform
 import re
@@ -80,8 +81,9 @@ class Recorder:
             synchronize()
             if self._options.stacks:  # the collector is slow then, and appears in the frames
                 opened.enter_context(collector_off())
-            self.torch_profiler.start()
+            self.torch_profiler.__enter__()
             opened.callback(self._stop_torch)
+            _note_ranks()
             late = threading.Timer(LONG_REGION_S, _warn_of_length)
             late.daemon = True
             late.start()
@@ -140,7 +142,7 @@ class Recorder:
 
         here = not self._options.memory or torch.autograd._profiler_enabled()
         if torch.autograd.profiler._is_profiler_enabled and here:
-            self.torch_profiler.stop()
+            self.torch_profiler.__exit__(None, None, None)
             return True
         return False
 
@@ -184,13 +186,17 @@ def synchronize() -> None:
 
 
 def _torch_profiler(cuda: bool, options: Options) -> Any:
-    import torch
-    from torch.profiler import ProfilerActivity
+    """PyTorch's profiler, not started.
 
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    It is the one inside torch.profiler.profile, which imports torch._inductor when it starts; that
+    takes seconds.
+    """
+    import torch
+
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it logs its start and end to stderr
-    return torch.profiler.profile(
-        activities=activities,
+    return torch.autograd.profiler.profile(
+        use_kineto=True,
+        use_device="cuda" if cuda else None,
         record_shapes=options.shapes,
         with_stack=options.stacks,
         with_modules=options.stacks,
@@ -203,16 +209,25 @@ def _torch_profiler(cuda: bool, options: Options) -> Any:
     )
 
 
+def _note_ranks() -> None:
+    """Add the rank to the trace, as torch.profiler.profile does, for tools that read many ranks."""
+    import torch
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        about = {"backend": distributed.get_backend(), "rank": distributed.get_rank()}
+        about |= {"world_size": distributed.get_world_size()}
+        torch.autograd._add_metadata_json("distributedInfo", json.dumps(about))
+
+
 @functools.cache
 def _first_start() -> None:
     """Run an empty session: the first of a process starts CUPTI, which is slow and loses events."""
     import torch
 
     torch.cuda.init()
-    recorder = _torch_profiler(True, Options(shapes=False))
-    recorder.start()
-    _sentinel(cuda=True)
-    recorder.stop()
+    with _torch_profiler(True, Options(shapes=False)):
+        _sentinel(cuda=True)
 
 
 def _sentinel(cuda: bool) -> None:

@@ -195,12 +195,14 @@ class Trace:
         None if there is none. Requested steps count as well.
         """
         launches = {work.launch for work in self.gpu if work.launch >= 0}
-        starts = [at for _, at in self.steps[:1]] + [work.start for work in self.gpu[:1]]
-        ends = [work.end for work in self.gpu]
-        for event in self.cpu:
-            if event.kind == "op" or event.kind == "range" or event.index in launches:
-                starts.append(event.start)
-                ends.append(event.end)
+        mine = [
+            event
+            for event in self.cpu
+            if event.kind == "op" or event.kind == "range" or event.index in launches
+        ]
+        starts = [at for _, at in self.steps[:1]]
+        starts += [work.start for work in self.gpu[:1]] + [event.start for event in mine[:1]]
+        ends = [work.end for work in self.gpu] + [event.end for event in mine]
         return (min(starts), max(max(ends), self.steps_end or 0)) if ends else None
 
     def ancestors(self, event: CpuEvent | GpuEvent) -> Iterator[CpuEvent]:

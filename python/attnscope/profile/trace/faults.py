@@ -75,16 +75,19 @@ def _cpu_identity(event: CpuEvent) -> Hashable | None:
 
 def _distinct(events: Iterable[Event], identity: Callable[[Event], Hashable | None]) -> list[Event]:
     kept: list[Event] = []
-    span: tuple[int, int] | None = None
-    seen: set[Hashable] = set()
+    start = end = -1
+    seen: set[Hashable] = set()  # of the events with this start and end, once there are two
     for event in events:
-        if span != (event.start, event.end):
-            span = (event.start, event.end)
+        if event.start != start or event.end != end:
+            start, end = event.start, event.end
             seen.clear()
-        key = identity(event)
-        if key is None or key not in seen:
-            kept.append(event)
+        else:
+            seen = seen or {identity(kept[-1])}
+            key = identity(event)
+            if key is not None and key in seen:
+                continue
             seen.add(key)
+        kept.append(event)
     return kept
 
 

@@ -276,6 +276,7 @@ class _Builder:
 
     def finish(self) -> None:
         """Make times relative, remove the sentinels, then sort, number, nest and join launches."""
+        del self.inputs_of, self.facts_of  # they refer to self, and would keep the trace
         trace = self.trace
         leave_out_far(trace)
         timed: list[CpuEvent | GpuEvent] = [*trace.cpu, *trace.gpu]

@@ -6,6 +6,7 @@ that work and something more: what, and at most how much, is stated before the c
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,10 @@ START_US = 6.0
 PAIR_US = 1.0
 CALL = "reconcile"
 RETRIES = 2  # when events were lost
+# Idle time of the GPU after each call, as a multiple of the call's time, in the profile and between
+# samples: calls back to back reach the power limit, and their clock then falls.
+REST = 2.0
+MOST_REST_S = 0.1  # a first call may compile for long
 
 Call = Callable[[], Any]
 
@@ -100,8 +105,7 @@ def measure(
     if samples < 2:
         raise ValueError(f"samples must be at least 2, got {samples}")
     device = torch.device("cuda", torch.cuda.current_device())
-    # Without rests, since there are none in the profile.
-    events = Settings(l2="warm", warmup=warmup, min_samples=samples, max_samples=samples, rest=0.0)
+    events = Settings(l2="warm", warmup=warmup, min_samples=samples, max_samples=samples, rest=REST)
     graph = replace(events, graph=True)
     timed = time_interleaved({"fn": [fn], "empty": [_nothing]}, make_timer(device, events), events)
     if timed["fn"].error is not None and not isinstance(timed["fn"].error, HoldTimeout):
@@ -193,14 +197,19 @@ def _nothing() -> None:
 def record_calls(fn: Call, samples: int, warmup: int = 3) -> tuple[Profile, Averages]:
     """A profile of `samples` calls, each in a range CALL, and PyTorch's own table of them.
 
+    Each call is waited for and followed by a rest, as a sample of CUDA events is.
+
     Raises LostEvents where the profiler lost events RETRIES times more.
     """
     import torch
 
     def calls() -> None:
         for _ in range(samples):
+            begin = time.perf_counter()
             with torch.profiler.record_function(CALL):
                 fn()
+            torch.cuda.synchronize()
+            time.sleep(min(REST * (time.perf_counter() - begin), MOST_REST_S))
 
     for _ in range(warmup):
         calls()
