@@ -177,9 +177,8 @@ std::string choose_sm90(const ForwardParams& p, bool packed, const Device& devic
   const int sms = static_cast<int>(device.sms);
   const bool causal = sm90::is_causal(p);
   const int head_dim = std::max(p.head_dim, p.head_dim_v);
-  const sm90::ForwardChoice choice = sm90::choose_forward(head_dim, p.seqlen_q, p.heads_q,
-                                                          p.heads_kv, p.batch, causal, packed, sms,
-                                                          p.seqlen_k);
+  const sm90::ForwardChoice choice = sm90::choose_forward(
+      head_dim, p.seqlen_q, p.heads_q, p.heads_kv, p.batch, causal, packed, sms, p.seqlen_k);
   const sm90::ForwardTile& t = sm90::kForwardTiles[choice.row];
   const int first =
       sm90::first_tile(sm90::tile_head_dim(head_dim), p.seqlen_q, p.heads_q, causal, packed);

@@ -66,7 +66,7 @@ constexpr ForwardTile kForwardTiles[] = {
     {128, 64, 64, 2, 2, 2, 1, 1, true, 0, 64, 64,
      "S = 64: 123, causal 62; 128 rows of 64 keys: 114, 55; few tiles: 16 heads, S = 512: 144"},
     {128, 64, 64, 1, 2, 1, 1, 2, true, 0, 0, 0,
-     "few"},
+     "few tiles: 8 heads, S = 1024, causal and full: 1.13 and 1.15 of 64 rows of 64 keys"},
     {128, 128, 64, 2, 4, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries,
      "S = 128, 256, causal: 241, 392, 121, 205; 128 keys, one Q: 233, 382, 115, 191"},
     {192, 128, 64, 1, 3, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries,
@@ -154,51 +154,61 @@ constexpr long long tile_count(const ForwardTile& t, int grouping, int queries, 
   return (units + per_tile - 1) / per_tile * batch * heads;
 }
 
-// Roughly how long the rows of a table take for a call, to compare them. In cycles of an SM.
+// Roughly how many cycles of an SM a call takes with a row of the table, to compare rows. The
+// constants fit 200 calls with every row on an H200 (docs/perf-log.md).
 //
-// A step of 64 keys takes a consumer kLeastStep cycles, or longer where those of an SM need the
-// tensor cores more; what else a tile does takes kTileCycles. Causal: the longest tiles come first,
-// so the SMs end together, unless the longest tile alone takes longer. Otherwise all tiles take the
-// same time, and the last round may have few. Keys are those of the longest tile.
-inline constexpr int kLeastStep = 700, kStepPerHeadDim = 4, kTileCycles = 5000;
+// A step of 64 keys takes at least kLeastStep; where an SM has more consumers, they share the
+// tensor cores. What else a tile does takes kTileCycles, and kMeetingCycles where two consumers
+// share rows. Causal: the longest tiles come first and the SMs end together, unless the longest
+// tile alone takes longer. Otherwise tiles take the same time, and the last round may have few.
+inline constexpr int kLeastStep = 500, kTileCycles = 8000, kMeetingCycles = 500;
+inline constexpr long long kFewRounds = 8;
 
-constexpr long long estimated_cycles(const ForwardTile& t, int queries, int keys, int heads_q,
-                                     int heads_kv, long long batch, bool causal, int sms) {
+constexpr double estimated_cycles(const ForwardTile& t, int queries, int keys, int heads_q,
+                                  int heads_kv, long long batch, bool causal, int sms) {
   const long long tiles = tile_count(t, 0, queries, heads_q, heads_kv, batch);
-  const long long steps = (keys / 64 + 1) / t.key_parts + 1;
-  const long long most = (tiles + sms - 1) / sms;  // on an SM
-  const int together = most < t.blocks_per_sm ? static_cast<int>(most) : t.blocks_per_sm;
-  const int work = kStepPerHeadDim * t.head_dim * t.consumers();
-  const auto step = [&](int blocks) { return work * blocks > kLeastStep ? work * blocks : kLeastStep; };
-  if (!causal) return (most + together - 1) / together * (steps * step(together) + kTileCycles);
-  const long long all = tiles * (steps * step(together) / 2 + kTileCycles) / sms / together;
-  const long long longest = steps * step(1) + kTileCycles;
+  const long long on_each = (tiles + sms - 1) / sms;
+  const int at_once = on_each < t.blocks_per_sm ? static_cast<int>(on_each) : t.blocks_per_sm;
+  const int products = (12 * t.consumers() + t.key_parts) * t.head_dim / 4;  // of a step
+  const auto step = [&](int blocks) -> double {
+    return products * blocks > kLeastStep ? products * blocks : kLeastStep;
+  };
+  const int steps = (keys / 64 + 1) / t.key_parts + 1;
+  const int rest = kTileCycles + (t.key_parts - 1) * kMeetingCycles;
+  if (at_once == 0) return 0;  // no tile
+  if (!causal) return (on_each + at_once - 1) / at_once * (steps * step(at_once) + rest);
+  const int unseen = (queries < keys ? queries : keys) / 128 / t.key_parts;  // steps, on average
+  const double all = tiles * ((steps - unseen) * step(at_once) + rest) / (sms * at_once);
+  const double longest = steps * step(1) + rest;
   return all > longest ? all : longest;
 }
 
-// The row is `first_tile`, unless another row of one head saves a tenth by the estimate: where tiles
-// are few, or the last round of them is nearly empty. `keys` 0: as many as queries.
+// The row is `first_tile`, unless another row of one head saves a tenth by the estimate: where
+// tiles are few, or the last round has few. In a call of many rounds it must save a fifth: there
+// the estimate is no better. A packed batch has fewer tiles than are counted, so only if all of
+// them fit at once. `keys` 0: as many as queries.
 constexpr ForwardChoice choose_forward(int head_dim, int queries, int heads_q, int heads_kv,
                                        long long batch, bool causal, bool packed, int sms,
                                        int keys = 0) {
   const int dim = tile_head_dim(head_dim);
   const int grouping = choose_grouping(queries, heads_q, heads_kv, batch, sms);
   if (grouping > 0) return {grouped_tile(dim), grouping};
-  const int row = first_tile(dim, queries, heads_q, causal, packed);
-  if (row < 0) return {row, 0};
+  int row = first_tile(dim, queries, heads_q, causal, packed);
   const auto cycles = [&](int i) {
     return estimated_cycles(kForwardTiles[i], queries, keys > 0 ? keys : queries, heads_q, heads_kv,
                             batch, causal, sms);
   };
-  int best = row;
-  long long least = cycles(row) * 9 / 10;
+  if (row < 0) return {row, 0};
+  const long long tiles = tile_count(kForwardTiles[row], 0, queries, heads_q, heads_kv, batch);
+  if (packed && tiles > sms) return {row, 0};
+  double least = cycles(row) * (tiles <= kFewRounds * sms ? 0.9 : 0.8);
   for (int i = 0; i < kForwardTileCount; ++i) {
     const ForwardTile& t = kForwardTiles[i];
-    if (i == row || t.head_dim != dim || t.heads_per_tile > 1 || cycles(i) >= least) continue;
-    best = i;
+    if (t.head_dim != dim || t.heads_per_tile > 1 || cycles(i) >= least) continue;
     least = cycles(i);
+    row = i;
   }
-  return {best, 0};
+  return {row, 0};
 }
 
 // Whether later rows see more keys.

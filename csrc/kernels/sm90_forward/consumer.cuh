@@ -267,10 +267,9 @@ class Consumer {
     if (__builtin_expect(boundary, false)) {
       const TileWork& w = work();
       const int row = unit().first_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-      mask_scores_by_bits(f.s, {w.shift, a.params.window_left, a.params.window_right},
-                          grouping<Config>(a), row,
-                          (block * Config::kKeyParts + Config::part_of(consumer)) * kBlockN,
-                          w.seqlen_k);
+      mask_scores_by_bits(
+          f.s, {w.shift, a.params.window_left, a.params.window_right}, grouping<Config>(a), row,
+          (block * Config::kKeyParts + Config::part_of(consumer)) * kBlockN, w.seqlen_k);
     }
   }
 
@@ -317,8 +316,7 @@ class Consumer {
   __device__ __forceinline__ int unit_number() const { return Config::unit_of(consumer); }
   // Among the warps that have the rows of the tile.
   __device__ __forceinline__ int unit_warp() const {
-    return Config::kKeyParts == 1 ? threadIdx.x / 32 - 4
-                                  : unit_number() * 4 + threadIdx.x / 32 % 4;
+    return Config::kKeyParts == 1 ? threadIdx.x / 32 - 4 : unit_number() * 4 + threadIdx.x / 32 % 4;
   }
   __device__ __forceinline__ int key_buffer() const { return Config::key_buffer_of(consumer); }
   __device__ __forceinline__ float scale_log2() const { return a.scores.scale_log2; }

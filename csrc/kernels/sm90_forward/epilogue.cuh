@@ -23,8 +23,7 @@ __device__ __forceinline__ void give_output(const Fragments<Config>& f,
     partial.o[warp][i][lane] =
         make_float4(f.o[4 * i], f.o[4 * i + 1], f.o[4 * i + 2], f.o[4 * i + 3]);
   }
-  partial.rows[warp][lane] =
-      make_float4(f.row_max[0], f.row_max[1], f.row_sum[0], f.row_sum[1]);
+  partial.rows[warp][lane] = make_float4(f.row_max[0], f.row_max[1], f.row_sum[0], f.row_sum[1]);
   meet_other_part(warp);
   meet_other_part(warp);
 }

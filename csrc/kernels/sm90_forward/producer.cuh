@@ -87,10 +87,10 @@ __device__ __forceinline__ void load_queries(const ForwardArguments& a, ForwardS
   ptx::mbarrier_arrive_expect_tx(full, Config::kQBytes);
 #pragma unroll
   for (int column = 0; column < Config::kColumns; column += 64) {
-    ptx::tma_load_5d(
-        ptx::shared_address(s.q[stage][number]) + column / 64 * 64 * Config::kRowBytes, &a.q.map,
-        full, ptx::CachePolicy::kEvictFirst, column, 0, unit.q_row,
-        (unit.head >> grouping<Config>(a).log2) * a.q.head_step, w.batch * a.q.batch_step);
+    ptx::tma_load_5d(ptx::shared_address(s.q[stage][number]) + column / 64 * 64 * Config::kRowBytes,
+                     &a.q.map, full, ptx::CachePolicy::kEvictFirst, column, 0, unit.q_row,
+                     (unit.head >> grouping<Config>(a).log2) * a.q.head_step,
+                     w.batch * a.q.batch_step);
   }
 }
 
@@ -102,9 +102,10 @@ __device__ __forceinline__ void load_keys(const ForwardArguments& a, const Tenso
 #pragma unroll
   for (int i = 0; i < Config::kKeyBuffers; ++i) {  // past the last head: zeros
     const int head = key_head<Config>(a, w, i / Config::kKeyParts);
-    load_box<Config>(ptx::shared_address(buffers[i]), tensor, barrier, Config::kBlockN,
-                     w.k_row + (block * Config::kKeyParts + i % Config::kKeyParts) * Config::kBlockN,
-                     head, w.batch);
+    load_box<Config>(
+        ptx::shared_address(buffers[i]), tensor, barrier, Config::kBlockN,
+        w.k_row + (block * Config::kKeyParts + i % Config::kKeyParts) * Config::kBlockN, head,
+        w.batch);
   }
 }
 
