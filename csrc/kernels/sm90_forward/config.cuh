@@ -173,7 +173,7 @@ constexpr double estimated_cycles(const ForwardTile& t, int queries, int keys, i
   const auto step = [&](int blocks) -> double {
     return products * blocks > kLeastStep ? products * blocks : kLeastStep;
   };
-  const int steps = (keys / 64 + 1) / t.key_parts + 1;
+  const int steps = ((keys + 63) / 64 + 1) / t.key_parts + 1;
   const int rest = kTileCycles + (t.key_parts - 1) * kMeetingCycles;
   if (at_once == 0) return 0;  // no tile
   if (!causal) return (on_each + at_once - 1) / at_once * (steps * step(at_once) + rest);
