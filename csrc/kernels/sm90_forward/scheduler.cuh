@@ -216,8 +216,9 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
       }
     }
     timeline.tile(tiles, SchedulerTile::kHand);
-    if (described && w.loading) {  // handed out already
+    if (described && w.loading) {  // handed out by hand_first_tile
       note_tile(timeline, tiles, w);
+      __syncwarp();
       if (elected) ++s.queue.tiles;
       __syncwarp();
       continue;
