@@ -225,7 +225,12 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
     }
     bool stop;
     while (true) {
-      stop = described ? w.stop : !fill_in<Config, true>(a, s.queue, w);
+      if (described) {
+        stop = w.stop;
+      } else {
+        stop = !fill_in<Config, true>(a, s.queue, w);
+        if (elected) w.stop = stop;
+      }
       if (stop || w.range.begin < w.range.end) break;
       store_empty<Config>(a, w);
       __syncwarp();
@@ -238,7 +243,6 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
     } else {
       note_tile(timeline, s.queue.tiles, w);
     }
-    if (elected && !described) w.stop = stop;
     inject(Fault::kTile, s.queue.tiles);
     __syncwarp();  // every lane wrote a part
     if (kEveryLaneArrives || elected) {
