@@ -20,6 +20,7 @@ from attnscope.common.options import (
     KvHeads,
     bad_input,
     call_sizes,
+    parse_window,
 )
 
 ARCHITECTURES = {"sm80": (80, 108), "sm90": (90, 132)}  # compute capability and SMs: A100, H100
@@ -122,7 +123,6 @@ def queries_served(tile: dict[str, Any]) -> str:
     """The numbers of queries whose calls a tile serves: "any", "65-128", "257+", or "few tiles"."""
     most, most_causal = tile.get("max_queries"), tile.get("max_queries_causal")
     least = tile.get("min_queries") or 0
-
     if most == most_causal == 0:
         return "few tiles"
 
@@ -135,10 +135,7 @@ def queries_served(tile: dict[str, Any]) -> str:
 
 
 def tile_size(tile: dict[str, Any]) -> str:
-    """Query rows by keys, behind the number of heads where a tile has several: "2 x 128x64".
-
-    "64x64x2": two consumers have the same 64 rows and 64 keys each.
-    """
+    """Query rows by keys. "2 x 128x64": two heads; "64x64x2": two consumers with 64 keys each."""
     size = f"{tile['block_m']}x{tile['block_n']}"
     size += f"x{tile['key_parts']}" if tile.get("key_parts", 1) > 1 else ""
     return size if tile.get("heads_per_tile", 1) == 1 else f"{tile['heads_per_tile']} x {size}"
@@ -297,16 +294,6 @@ def print_choice(call: Call, choice: dict[str, Any]) -> None:
         f"thread blocks; {call.sms} SMs of compute capability {major}.{minor} keep "
         f"{choice['resident_blocks']:,}: {at_most}{choice['waves']:,} waves ({waves:.2f})"
     )
-
-
-def parse_window(text: str) -> tuple[int, int]:
-    """The two bounds of "LEFT,RIGHT". Raises ValueError for anything else."""
-    found = re.fullmatch(r"(-?\d+),(-?\d+)", text)
-    if found is None:
-        raise ValueError(
-            f"window must be LEFT,RIGHT, such as 255,0, got {text!r}. -1 leaves a side unbounded"
-        )
-    return int(found[1]), int(found[2])
 
 
 def device_facts(arch: str | None, sms: int | None) -> tuple[int, int]:

@@ -50,7 +50,7 @@ static_assert(tile(128, 257, true).block_m == 192);
 static_assert(tile(64, 512, true, 65).block_m == 256, "130 tiles; 520 of 64 rows: four rounds");
 static_assert(tile(64, 512, true, 32).block_m == 64, "two rounds of 64 rows for one of 192");
 static_assert(tile(64, 1024, true, 32).block_m == 64, "128 tiles of 256 rows: the longest is late");
-static_assert(tile(64, 768, false, 64).block_m == 192, "192 tiles of 256 rows fill a round and half");
+static_assert(tile(64, 768, false, 64).block_m == 192, "192 tiles of 256 rows");
 static_assert(tile(128, 512, true, 16).key_parts == 2 && tile(128, 512, true, 40).key_parts == 1);
 static_assert(tile(128, 1024, true, 8).key_parts == 2 && tile(128, 128, true, 16).key_parts == 1);
 static_assert(tile(128, 2048, false, 16).block_m == 128, "176 tiles of 192 rows: two rounds");
