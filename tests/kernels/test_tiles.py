@@ -63,7 +63,7 @@ static_assert(kForwardTiles[choose_forward(128, 1, 16, 16, 1, true, false, 132, 
 static_assert(kForwardTiles[choose_forward(128, 512, 32, 8, 1, true, false, 132, 1 << 17).row]
                       .block_m == 128, "all queries of a chunk see most keys");
 static_assert(tile(128, 1 << 14, false, 1).block_m == 128, "128 tiles, or 256 in two rounds");
-static_assert(tile(128, 128, true, 16).block_m == 64 && tile(128, 100, true, 67).block_m == 128);
+static_assert(tile(128, 128, true, 16).block_m == 64 && tile(128, 100, true).block_m == 128);
 static_assert(tile(64, 512, true, 65, 66).block_m == 256, "two rounds of 66 SMs");
 static_assert(tile(64, 512, true, 32, 64).block_m == 256, "64 tiles of 256 rows fill 64 SMs");
 static_assert(choose_grouping(1, 32, 8, 4, 114) == 2, "128 heads are too many for 114 SMs");
