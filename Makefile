@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 NVCC ?= yes     # no: without an nvcc on the machine, build the CPU library only
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n 2 --dist worksteal
 
 PY := $(VENV)/bin/python
 BIN := $(VENV)/bin
@@ -17,6 +17,8 @@ TORCH = $(shell if $(PY) $(HAS_TORCH) || command -v nvidia-smi > /dev/null; \
 FIND_NVCC = -c "import setup, sys; sys.exit(setup.find_nvcc() is None)"
 INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check
 PACKAGE = --no-build-isolation --editable .
+# The package is installed by then: pip adds what the extra names.
+EXTRA = $(INSTALL) 'attnscope[$(1)]'
 
 .PHONY: build test bench lint docs clean
 .DELETE_ON_ERROR:
@@ -35,7 +37,7 @@ $(PY):
 	else $(PYTHON) -m venv $(VENV); fi
 
 test: build
-	$(INSTALL) $(PACKAGE)'[test]'
+	$(call EXTRA,test)
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 bench: build
@@ -43,7 +45,7 @@ bench: build
 	$(BIN)/attnscope plot build/bench/quick.json --output-dir build/bench/plots
 
 lint: build
-	$(INSTALL) $(PACKAGE)'[lint]'
+	$(call EXTRA,lint)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -51,8 +53,8 @@ lint: build
 	$(PY) tools/check_tree.py
 
 docs: build
-	$(INSTALL) $(PACKAGE)'[docs]'
-	$(PY) tools/check_tree.py links words
+	$(call EXTRA,docs)
+	$(PY) tools/check_tree.py links
 	$(PY) tools/site/make_site.py site
 
 clean:

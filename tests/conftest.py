@@ -5,7 +5,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
+
+# Workers share the cores, also with the processes that their tests start.
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+if WORKERS > 1:
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // WORKERS)))
+
+import torch  # noqa: E402  after the number of its threads
 
 # Inductor's cache key has no op schema, so Inductor would run a graph cached by another build.
 for cache in ("TORCHINDUCTOR_FX_GRAPH_CACHE", "TORCHINDUCTOR_AUTOGRAD_CACHE"):
@@ -13,12 +19,6 @@ for cache in ("TORCHINDUCTOR_FX_GRAPH_CACHE", "TORCHINDUCTOR_AUTOGRAD_CACHE"):
 
 NEED_GPU = {"gpu", "sm90", "sanitizer"}
 NO_GPU = "no CUDA device, or this torch has no CUDA"
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    if workers > 1:
-        torch.set_num_threads(max(1, torch.get_num_threads() // workers))
 
 
 def pytest_report_header() -> str | None:
@@ -46,7 +46,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     marks = {mark.name for mark in item.iter_markers()}
     if "sm90" in marks and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip(f"needs a Hopper device, this one is {torch.cuda.get_device_name()}")
-    if "timing" in marks and int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+    if "timing" in marks and WORKERS > 1:
         pytest.skip("measures time, which other workers disturb: run -m timing without -n")
     if "sanitizer" in marks and shutil.which("compute-sanitizer") is None:
         pytest.skip("no compute-sanitizer on PATH")

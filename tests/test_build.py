@@ -246,12 +246,12 @@ def empty_package(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_missing_library_is_an_error_that_says_what_to_run(empty_package):
+def test_a_missing_library_is_an_error_with_the_remedy(empty_package):
     with pytest.raises(ImportError, match=r"_C\.so is not built; run `make build`"):
         _load._load()
 
 
-def test_a_library_that_does_not_load_is_an_error_that_says_why(empty_package):
+def test_a_library_that_does_not_load_is_an_error_with_the_reason(empty_package):
     (empty_package / "_C.so").write_text("not a library")
     with pytest.raises(
         ImportError, match=rf"does not load in torch {re.escape(torch.__version__)}"

@@ -38,7 +38,7 @@ def only_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_every_impl_runs_or_says_why_not() -> None:
+def test_every_impl_runs_or_has_a_reason() -> None:
     code, output = env("--json")
     found = json.loads(output)
     assert [impl["name"] for impl in found["impls"]] == list(IMPLS)
@@ -136,7 +136,7 @@ def test_versions_of_tools_are_read(only_here: Path, name: str, said: str, versi
     assert (tool.path, tool.version, tool.missing) == (str(only_here / name), version, None)
 
 
-def test_tools_that_are_absent_or_do_not_run_say_how_to_get_them(only_here: Path) -> None:
+def test_tools_that_are_absent_or_do_not_run_have_a_remedy(only_here: Path) -> None:
     tool = doctor.find_tool("nvcc")
     assert tool.path is None
     assert tool.missing is not None and "pip install 'attnscope[nvcc]'" in tool.missing

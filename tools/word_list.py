@@ -2,25 +2,17 @@
 
 The rule reads prose (Markdown without its code, docstrings, comments) and the code of Python and
 C++: strings and names, in which `_` and a capital separate words. Names in backquotes are free.
-`python tools/word_list.py` counts what it would find in each folder, whether or not the rule covers
-it yet.
 """
 
 import ast
 import io
 import re
 import tokenize
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-# Files and folders that the rule covers.
-COVERED = (
-    "README.md", "CONTRIBUTING.md", "docs", "csrc", "python", "tests", "tools", "profiling",
-    "benchmarks", "setup.py",
-)  # fmt: skip
-# Never covered: results of a program, and the list itself with its tests.
-EXCLUDED = ("docs/reports/h200", "tools/word_list.py", "tests/test_word_list.py")
+# Not covered: the list itself with its tests.
+EXCLUDED = ("tools/word_list.py", "tests/test_word_list.py")
 # Path -> phrases that it may use, in lower case.
 EXEMPTIONS: dict[str, tuple[str, ...]] = {"docs/ops.md": ("as it is",)}
 
@@ -136,10 +128,6 @@ def python_code(text: str) -> str:
 CODE = {".py": python_code, **dict.fromkeys((".cu", ".cuh", ".cpp", ".h"), cpp_code)}
 
 
-def is_below(path: Path, names: tuple[str, ...]) -> bool:
-    return any(path.is_relative_to(name) for name in names)
-
-
 def find_words(root: Path, path: Path) -> Iterator[Finding]:
     """What the list finds in one file: in its prose, then in its code."""
     text = (root / path).read_text()
@@ -161,28 +149,7 @@ def _findings(path: Path, text: str, matches: list[re.Match[str]]) -> Iterator[F
 
 
 def words(root: Path, files: list[Path]) -> Iterator[Finding]:
-    """House words in the files that the rule covers."""
+    """House words in Markdown, Python and C++."""
     for path in files:
-        if path.suffix in PROSE and is_below(path, COVERED) and not is_below(path, EXCLUDED):
+        if path.suffix in PROSE and not any(path.is_relative_to(name) for name in EXCLUDED):
             yield from find_words(root, path)
-
-
-def main(root: Path) -> None:
-    """Print how many findings each folder has, and the most frequent phrases."""
-    from check_tree import tracked_files
-
-    folders: Counter[str] = Counter()
-    phrases: Counter[str] = Counter()
-    for path in tracked_files(root):
-        if path.suffix in PROSE and not is_below(path, EXCLUDED):
-            for _, _, message in find_words(root, path):
-                folders["/".join(path.parts[: min(3, len(path.parts) - 1)]) or str(path)] += 1
-                phrases[message.split('"')[1].lower()] += 1
-    for counter in (folders, phrases):
-        for name, count in counter.most_common():
-            print(f"{count:6}  {name}")
-        print()
-
-
-if __name__ == "__main__":
-    main(Path(__file__).resolve().parent.parent)

@@ -62,7 +62,7 @@ def make_inputs(
     key weighs the same; `wide_range`, magnitudes from 2^-12 to 2^2 (values to 2^8).
     """
     if kind not in KINDS:
-        raise ValueError(f"kind is {kind!r}; allowed: {', '.join(KINDS)}")
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
     case, device = Case.of(workload), torch.device(device)
     dtype = getattr(torch, case.dtype)
     if case.seqlens is None:

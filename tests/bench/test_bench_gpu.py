@@ -292,7 +292,7 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("options", CASES, ids=str)
-def test_every_impl_is_right_or_says_why_not(tmp_path, name, options):
+def test_every_impl_is_right_or_has_a_reason(tmp_path, name, options):
     work = Workload.of(**(dict(seqlen=256, heads=2, head_dim=64) | options))
     row = sweep(tmp_path, [IMPLS[name]], [work], baseline=None)[name]
     assert row["status"] == "ok" or (row["status"] == "skipped" and row["reason"]), row["reason"]
@@ -316,7 +316,7 @@ def test_backwards_of_pytorchs_backends_are_what_they_are_called(name):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("options", CASES, ids=str)
-def test_every_backward_is_right_or_says_why_not(tmp_path, name, options, deterministic):
+def test_every_backward_is_right_or_has_a_reason(tmp_path, name, options, deterministic):
     work = Workload.of(**(dict(seqlen=256, heads=2, head_dim=64, mode="backward") | options))
     work = replace(work, deterministic=deterministic)
     row = sweep(tmp_path, [IMPLS[name]], [work], baseline=None)[name]
@@ -367,7 +367,7 @@ BROKEN = """
 """
 
 
-def test_a_broken_context_ends_the_sweep_and_every_row_says_so(tmp_path):
+def test_a_broken_context_ends_the_sweep_and_is_the_reason_of_every_row(tmp_path):
     path = tmp_path / "r.json"
     script = textwrap.dedent(BROKEN)
     done = subprocess.run(

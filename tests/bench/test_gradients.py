@@ -160,7 +160,7 @@ def test_kernel_names_of_a_backward_match_one_impl(ran):
         assert (mismatch is None) == (ran == claimed), (ran, claimed)
 
 
-def test_impls_without_a_backward_say_so():
+def test_impls_without_a_backward_have_a_reason():
     cuda = torch.device("cuda")
     half = Workload.of(seqlens=[64], heads=2, head_dim=64, mode="backward")
     assert IMPLS["fa3-metadata"].cannot(half, cuda) == "has no backward"
@@ -338,9 +338,12 @@ def test_bench_takes_a_mode(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--mode", "sideways"], "mode: 'sideways' is not one of forward, backward, both"),
-        (["--deterministic"], "deterministic: needs mode backward or both, got mode forward"),
-        (["--mode", "backward", "--graph"], "graph: a backward alone cannot be captured"),
+        (["--mode", "sideways"], "mode must be one of forward, backward, both, got 'sideways'"),
+        (["--deterministic"], "deterministic must be used with mode backward or both, got forward"),
+        (
+            ["--mode", "backward", "--graph"],
+            "mode must be forward or both with --graph, got backward",
+        ),
     ],
 )
 def test_bad_modes_are_explained(arguments, message):

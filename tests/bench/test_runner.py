@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import run_python
 from signals import interruptible
 
 from attnscope.bench import runner
@@ -54,7 +55,7 @@ def rows_of(tmp_path: Path, *impls: Impl, **more) -> list[dict]:
     return [rows[WORK.id, impl.name] for impl in impls]
 
 
-def test_a_good_row_says_all(tmp_path):
+def test_a_good_row_has_every_field(tmp_path):
     (row,) = rows_of(tmp_path, GOOD)
     assert row["status"] == "ok" and row["reason"] == "pct_peak: no peak is known for CPUs"
     assert len(row["samples_ms"]) == 5
@@ -265,7 +266,7 @@ def test_resume_runs_what_is_missing_or_failed_and_keeps_the_rest(tmp_path):
     assert second[WORK.id, "new"]["ratio"] is not None
 
 
-def test_after_a_broken_context_the_rest_says_so_and_can_be_resumed(tmp_path, monkeypatch):
+def test_after_a_broken_context_the_rest_has_the_reason_and_can_be_resumed(tmp_path, monkeypatch):
     def illegal(work, inputs, right):
         raise RuntimeError("illegal memory access")
 
@@ -304,8 +305,8 @@ def test_errors_are_explained_in_one_line():
 
 SLOW_SUITE = """\
 cpu:
-  - seqlen: [496, 497, 498, 499, 500, 501, 502, 503, 504, 505]
-    heads: 8
+  - seqlen: [496, 497, 498, 499, 500, 501]
+    heads: 2
     head_dim: 64
     dtype: float32
 """
@@ -324,16 +325,16 @@ def test_a_killed_sweep_keeps_its_rows_and_is_finished_by_resume(tmp_path):
             time.sleep(0.01)
         os.kill(process.pid, signal.SIGKILL)
     killed = read_results(path)["rows"]
-    assert 1 <= len(killed) < 10
-    done = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=300)
+    assert 1 <= len(killed) < 6
+    done = run_python(*command[1:], "--resume")
     assert done.returncode == 0, done.stderr
     rows = read_results(path)["rows"]
     assert rows[: len(killed)] == killed
-    assert [row["seqlen_q"] for row in rows] == list(range(496, 506))
+    assert [row["seqlen_q"] for row in rows] == list(range(496, 502))
     assert {row["status"] for row in rows} == {"ok"}
 
 
-def test_an_interrupted_sweep_says_how_to_go_on(tmp_path):
+def test_an_interrupted_sweep_prints_how_to_resume(tmp_path):
     suite, path = tmp_path / "slow.yaml", tmp_path / "r.json"
     suite.write_text(SLOW_SUITE)
     command = [sys.executable, "-m", "attnscope", "bench", "--suite", str(suite)]

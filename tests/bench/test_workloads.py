@@ -85,20 +85,44 @@ def test_bytes_count_keys_and_values_once_per_kv_head():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(seqlen=8, heads_q=3, heads_kv=2, head_dim=8), "heads_q: 3"),
-        (dict(seqlen=-1, heads=1, head_dim=8), "seqlen_q: -1"),
-        (dict(seqlen=8, heads=0, head_dim=8), "heads_q: 0"),
-        (dict(seqlen=8, heads=1, head_dim=8, dtype="bf8"), "dtype: 'bf8'"),
-        (dict(seqlen=8, heads=1, head_dim=8, mode="sideways"), "mode: 'sideways'"),
-        (dict(seqlen=8, heads=1, head_dim=8, deterministic=True), "deterministic: needs mode back"),
-        (dict(seqlen=8, heads=1, head_dim=8, mode="both", deterministic=1), "deterministic: 1 is"),
-        (dict(seqlen=8, heads=1, head_dim=8, window=(-2, 0)), r"window: \(-2, 0\)"),
-        (dict(seqlen=8, heads=1, head_dim=8, softcap=-1), "softcap: -1"),
-        (dict(seqlen=8, heads=1, head_dim=8, softcap=float("nan")), "softcap: nan"),
-        (dict(seqlen=8, heads=1, head_dim=8, colour="red"), "colour: no such field"),
-        (dict(seqlen=8, heads=1), "head_dim: not given"),
-        (dict(seqlen=100, tokens=512, heads=1, head_dim=8), "tokens: 512"),
-        (dict(seqlen=8, hidden=100, head_dim=64), "hidden: 100"),
+        (
+            dict(seqlen=8, heads_q=3, heads_kv=2, head_dim=8),
+            "heads_q must be a multiple of heads_kv .2., got 3",
+        ),
+        (dict(seqlen=-1, heads=1, head_dim=8), "seqlen_q must be an integer >= 0, got -1"),
+        (dict(seqlen=8, heads=0, head_dim=8), "heads_q must be an integer >= 1, got 0"),
+        (dict(seqlen=8, heads=1, head_dim=8, dtype="bf8"), "dtype must be one of .* got 'bf8'"),
+        (
+            dict(seqlen=8, heads=1, head_dim=8, mode="sideways"),
+            "mode must be one of .* got 'sideways'",
+        ),
+        (
+            dict(seqlen=8, heads=1, head_dim=8, deterministic=True),
+            "deterministic must be used with mode b",
+        ),
+        (
+            dict(seqlen=8, heads=1, head_dim=8, mode="both", deterministic=1),
+            "must be true or false, got 1",
+        ),
+        (dict(seqlen=8, heads=1, head_dim=8, window=(-2, 0)), r"window must be .* got \(-2, 0\)"),
+        (
+            dict(seqlen=8, heads=1, head_dim=8, softcap=-1),
+            "softcap must be finite and >= 0, got -1",
+        ),
+        (
+            dict(seqlen=8, heads=1, head_dim=8, softcap=float("nan")),
+            "softcap must be finite and >= 0, got nan",
+        ),
+        (dict(seqlen=8, heads=1, head_dim=8, colour="red"), "got 'colour'"),
+        (dict(seqlen=8, heads=1), "head_dim must be given"),
+        (
+            dict(seqlen=100, tokens=512, heads=1, head_dim=8),
+            "tokens must be a multiple of seqlen .100., got 512",
+        ),
+        (
+            dict(seqlen=8, hidden=100, head_dim=64),
+            "hidden must be a multiple of head_dim .64., got 100",
+        ),
         (dict(seqlens=[(1, 2, 3)], heads=1, head_dim=8), "seqlens"),
     ],
 )
@@ -108,7 +132,7 @@ def test_bad_fields_are_named(options, message):
 
 
 def test_seqlens_must_agree_with_the_shape():
-    with pytest.raises(ValueError, match="do not agree"):
+    with pytest.raises(ValueError, match="as in seqlens, got"):
         Workload(
             batch=3, seqlen_q=4, seqlen_k=4, heads_q=1, heads_kv=1, head_dim=8, head_dim_v=8,
             seqlens=((4, 4),),
@@ -121,7 +145,7 @@ def test_suites_load_and_survive_json(suite):
         try:
             works = load_suite(suite, device)
         except ValueError as error:
-            assert "no cases for cpu" in str(error)
+            assert "must have cases for cpu" in str(error)
             continue
         assert works
         assert len({work.id for work in works}) == len(works)
@@ -204,12 +228,15 @@ def test_lists_are_multiplied_out_and_list_valued_fields_are_not():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("cuda: [{seqlen: 8, heads: 1}]", "cuda case 1: head_dim: not given"),
-        ("cuda: [{seqlen: 8, heads: 1, head_dim: x}]", "head_dim: 'x'"),
-        ("[1, 2]", "something other than"),
-        ("gpu: []", "something other than"),
-        ("a: [", "is not YAML"),
-        ("cpu: [{seqlen: 8, heads: 1, head_dim: 8}]", "no cases for cuda, only for cpu"),
+        ("cuda: [{seqlen: 8, heads: 1}]", "cuda case 1: head_dim must be given"),
+        ("cuda: [{seqlen: 8, heads: 1, head_dim: x}]", "head_dim must be an integer >= 1, got 'x'"),
+        ("[1, 2]", "suite must be a mapping with any, cpu, cuda, description"),
+        ("gpu: []", "suite must be a mapping with"),
+        ("a: [", "suite must be YAML"),
+        (
+            "cpu: [{seqlen: 8, heads: 1, head_dim: 8}]",
+            "suite must have cases for cuda, got .* with cpu",
+        ),
     ],
 )
 def test_bad_suite_files_are_explained(tmp_path, text, message):
@@ -220,5 +247,5 @@ def test_bad_suite_files_are_explained(tmp_path, text, message):
 
 
 def test_a_suite_that_is_not_there_lists_those_that_are():
-    with pytest.raises(ValueError, match="neither a suite .*paper.* nor a YAML file"):
+    with pytest.raises(ValueError, match="suite must be one of .*paper.*, or a YAML file"):
         load_suite("papers", "cuda")

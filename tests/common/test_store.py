@@ -143,7 +143,7 @@ def test_export_refuses_what_it_cannot_write(tmp_path: Path, monkeypatch):
         store.export(results.path, tmp_path / "r.parquet")
 
 
-def test_environment_says_what_ran_where():
+def test_environment_has_versions_and_device():
     env = environment.environment(torch.device("cpu"), {"l2": "warm"})
     json.dumps(env, allow_nan=False)
     assert env["torch"] == torch.__version__ and env["device"] == "cpu" and env["gpu"] is None

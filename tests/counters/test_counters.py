@@ -82,7 +82,7 @@ def test_a_call_is_repeated_for_every_pass(native: Any) -> None:
     )
     assert found.values == {"a": 7.0, "b": 9.0} and found.passes == 3
     one = ["flush", "wait", "begin", "call", "wait", "end"]
-    assert native.events == ["call", "wait", *one * 3, "close"]
+    assert native.events == ["wait", "call", "wait", *one * 3, "close"]
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,11 @@ def test_why_there_are_no_counters(message: str, reason: str, native: Any) -> No
     assert native.events[-1] == "close"
 
 
-def test_an_error_of_the_call_propagates_and_gives_the_counters_back(native: Any) -> None:
-    calls = iter([None, ValueError("mine")])
+@pytest.mark.parametrize("good", [0, 1])
+def test_an_error_of_the_call_propagates_and_gives_the_counters_back(
+    native: Any, good: int
+) -> None:
+    calls = iter([*[None] * good, ValueError("mine")])
 
     def call() -> None:
         if (error := next(calls)) is not None:
@@ -115,7 +118,7 @@ def test_an_error_of_the_call_propagates_and_gives_the_counters_back(native: Any
 
     with pytest.raises(ValueError, match="mine"):
         collect(call)
-    assert native.events[-2:] == ["end", "close"]
+    assert native.events[-2:] == [["wait", "close"], ["end", "close"]][good]
 
 
 def test_passes_that_do_not_end_and_values_that_are_not_finite(

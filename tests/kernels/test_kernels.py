@@ -134,7 +134,7 @@ def test_backward_tiles_differ_by_their_keys_or_are_named_by_their_row():
     "other",
     [symbol(64), symbol(128, folder="sm90"), symbol(128, op="backward"), "cub::sort_kernel<128>"],
 )
-def test_a_tile_without_an_instance_is_a_row_that_says_so(other):
+def test_a_tile_without_an_instance_is_a_row_with_the_reason(other):
     (row,) = kernels.join([TILE], [usage(other)])
     assert row["arch"] is None
     assert row["missing"] == "no instance in this build"
@@ -299,7 +299,7 @@ BACKWARD_CHOICES = {
     "long": ({}, ("sm90_backward", "64x128", 128, 2048, 132, 16)),
     "short head dim": (
         {"head_dim": 64, "head_dim_v": 40, "seqlen_k": 100, "heads_kv": 4},
-        ("sm90_backward", "128x128", 64, 16, 16, 1),
+        ("sm90_backward", "64x192", 64, 16, 16, 1),
     ),
     "softcap": (
         {"head_dim": 64, "head_dim_v": 64, "softcap": 30.0},
@@ -349,8 +349,8 @@ def test_the_command_shows_the_tile_of_a_call():
     assert "not sm90_forward: the device has compute capability 8.0" in portable.output
     assert "108 SMs of compute capability 8.0" in portable.output
     backward = run(*options, "--backward")
-    assert backward.output.startswith("sm90_backward, tile 128x128 at head dim 64: first row")
-    assert "4,096 tiles of up to 128 keys, 132 thread blocks" in backward.output
+    assert backward.output.startswith("sm90_backward, tile 64x192 at head dim 64: first row")
+    assert "4,096 tiles of up to 192 keys, 132 thread blocks" in backward.output
     portable = run("--head-dim", "64", "--seq-len", "128", "--arch", "sm80", "--backward")
     assert "not sm90_backward: the device has compute capability 8.0" in portable.output
     packed = run("--head-dim", "64", "--seq-len", "128", "--packed", "--arch", "sm90")

@@ -11,7 +11,7 @@ import sass
 from attnscope._load import PACKAGE
 
 LIBRARY = PACKAGE / "_C_cuda.so"
-ROWS = {0: (64, 128), 1: (128, 64)}  # of kBackwardTiles: head dim, queries of a block
+ROWS = {0: (64, 192), 1: (128, 128)}  # of kBackwardTiles: head dim, keys
 ELEMENTS = {"__nv_bfloat16": ".F32.BF16", "__half": ".F32"}
 
 pytestmark = [
@@ -30,13 +30,12 @@ def code_of(row: int, element: str) -> str:
 
 
 def test_every_product_is_there_once(row, element):
-    head_dim, queries = ROWS[row]
-    keys = 128
+    (head_dim, keys), queries = ROWS[row], 64
     products = re.findall(r"HGMMA\.64x(\d+)x16(\S*) R\d+, (R\d+, )?gdesc", code_of(row, element))
     assert {kind for _, kind, _ in products} == {ELEMENTS[element]}
     counts = Counter((int(width), bool(register)) for width, _, register in products)
     wanted = Counter({(queries, False): 2 * head_dim // 16})  # S, dP
-    wanted += Counter({(64, False): keys // 16})  # dQ
+    wanted += Counter({(head_dim, False): keys // 16})  # dQ
     wanted += Counter({(head_dim, True): 2 * queries // 16})  # dV, dK
     assert counts == wanted
 
@@ -46,12 +45,12 @@ def test_no_register_is_spilled(row, element):
 
 
 def test_groups_of_products_are_not_serialised(row, element):
-    """One ARRIVE before each group: S, dP, dV, dQ, dK."""
+    """One ARRIVE before each group: S, dP, dV, dK, dQ."""
     assert code_of(row, element).count("WARPGROUP.ARRIVE") == 5
 
 
 def test_dq_leaves_by_bulk_reductions(row, element):
-    """One TMA instruction for a consumer's part; no addition of floats by ordinary threads."""
+    """One TMA instruction for a block; no addition of floats by ordinary threads."""
     code = code_of(row, element)
     assert code.count("UBLKRED.G.S.ADD.F32") == 1
     assert "REDG.E.ADD.F32" not in code

@@ -100,7 +100,7 @@ constexpr int kMost = 232448;  // shared memory of a thread block on Hopper
 constexpr bool every_hopper_tile_fits() {
   for (const sm90::BackwardTile& t : sm90::kBackwardTiles) {
     if (t.shared_bytes() > kMost || t.threads() > 1024) return false;
-    if (t.wide() ? t.block_n != 64 * sm90::kWideRanks : t.consumers() != 2) return false;
+    if (t.wide() ? t.block_n != 64 * sm90::kWideRanks : t.block_m != 64) return false;
   }
   return true;
 }

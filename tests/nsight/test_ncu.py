@@ -78,6 +78,7 @@ def test_a_program_is_profiled_and_its_folder_has_everything(
     assert "--nvtx-include attnscope@measure/ --nvtx-include attnscope@measure " in line
     assert "--kernel-name-base function --kernel-name 'regex:^forward' --launch-count 3" in line
     assert "--cache-control all --clock-control none" in line
+    assert "--nvtx --nvtx-push-pop-scope process " in line  # autograd launches from its own thread
     assert "lts__t_bytes.sum.peak_sustained" in line and ",dram__cycles_active.avg " in line
     assert line.endswith(f"-o {fake}/report true")
     assert imported["argv"][1:3] == ["--import", f"{fake}/report.ncu-rep"]
@@ -296,6 +297,9 @@ def test_the_longest_kernels_of_an_nsys_folder_are_chosen(tmp_path: Path) -> Non
     found = selection.choose(tmp_path, 5)
     assert [(one.function, one.total_us) for one in found] == [("gemm", 70.0), ("relu", 60.0)]
     assert [one.function for one in selection.choose(tmp_path, 5, "inside")] == ["gemm"]
+    assert [one.calls for one in selection.choose(tmp_path / "report.sqlite", 1)] == [2]
+    with pytest.raises(ValueError, match="got 'other'"):
+        selection.choose(tmp_path, 1, "other")
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,7 @@ def test_models_against_counters(kernels: list[Kernel], tmp_path: Path) -> None:
     forward = found["cuda-forward@attnscope"]
     pairs = 2 * 16 * 2048 * 2049 / 2
     assert forward["FLOP ratio"] == pytest.approx(35_433_480_192 / (4 * 128 * pairs))
-    assert forward["why"].startswith("extra FLOPs: tiles cut by the mask;")
+    assert forward["why"].startswith("extra FLOPs: parts of tiles that are masked or past the end;")
     assert found["cuda-backward@attnscope"]["kernels"] == 3
     assert models.read_models(tmp_path / "none.json") == {}
     (tmp_path / "bad.json").write_text('{"a": {"flops": 1}}')

@@ -2,7 +2,10 @@
 
 import json
 import shutil
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,13 @@ def nsys(*arguments: str) -> tuple[int, str, str]:
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout, result.stderr
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def made_report() -> MadeReport:
@@ -162,6 +172,30 @@ def test_a_time_out_interrupts_the_program(fake):
     assert json.loads(Path("out/commands.json").read_text())["commands"][0]["exit_code"] != 0
 
 
+def test_a_tool_does_not_outlive_the_command(tmp_path):
+    """Left behind, it would keep the GPU's counters."""
+    lines = [
+        "from pathlib import Path",
+        "from attnscope.nsight.tool import Step, run",
+        "run(Step('x', ['sh', '-c', 'echo $$ > pid; exec sleep 30']), Path('x'))",
+    ]
+    started = subprocess.Popen([sys.executable, "-c", "\n".join(lines)], cwd=tmp_path)
+    pid = tmp_path / "pid"
+    wait_until(lambda: pid.is_file() and pid.read_text().endswith("\n"))
+    status = Path(f"/proc/{int(pid.read_text())}/status")
+    assert status.exists()
+
+    def ended() -> bool:
+        try:
+            return "\nState:\tZ" in status.read_text()
+        except OSError:
+            return True
+
+    started.kill()
+    started.wait()
+    wait_until(ended)
+
+
 def test_a_recording_without_work_is_an_error(fake):
     made = MadeReport()
     made.range("step", 0, 100, "attnscope")
@@ -174,12 +208,12 @@ def test_a_recording_without_work_is_an_error(fake):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gate", "nvtx"], "gate must be one of none, range, cuda, got 'nvtx'"),
+        (["--gate", "nvtx"], "gate must be cuda or left out, got 'nvtx'"),
         (["--range", "@x"], "range must be name, name@domain or name@*, got '@x'"),
         (["--captures", "2"], "captures must be 1, or more with a gate, got 2"),
         (["--trace", "cuda,gpu"], "trace must be of cuda, cuda-hw, nvtx"),
         (["--trace", "cuda", "--range", "a"], "trace must have nvtx"),
-        (["--gate", "cuda", "--range", "a"], "gate must be range or left out with a range"),
+        (["--gate", "cuda", "--range", "a"], "gate must be left out with a range"),
         (["--sample", "gpu"], "sample must be one of none, cpu, got 'gpu'"),
         (["--format", "xml"], "format must be one of terminal, markdown, json, got 'xml'"),
         (["--config", "absent.yaml"], "config must be readable, got absent.yaml"),

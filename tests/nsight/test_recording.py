@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 from made_nsys import GLOBAL_PID, PID, TID, MadeReport, large_report
 
-from attnscope.nsight.analysis import Analysis, top_kernels
+from attnscope.nsight.analysis import Analysis
 from attnscope.nsight.captures import merge
-from attnscope.nsight.nsys import matches
 from attnscope.nsight.nsys_report import findings, nsys_report
 from attnscope.nsight.output import short_markdown
-from attnscope.nsight.projection import Projection, parse_range
+from attnscope.nsight.projection import Projection, matches, parse_range
 from attnscope.nsight.recording import RecordingError, read_recording
 from attnscope.nsight.scheduling import (
     CAUSES,
@@ -27,7 +26,6 @@ from attnscope.nsight.scheduling import (
     memory_rows,
     stream_rows,
 )
-from attnscope.nsight.selection import choose
 from attnscope.nsight.stats_csv import read_summary
 
 RECORDED = Path(__file__).parents[1] / "support/nsys"
@@ -85,7 +83,7 @@ def test_stages_are_those_of_a_search_through_all_ranges(tmp_path, seed):
     found = Projection(read_recording(made.save(tmp_path / "r.sqlite"))).stages()
     assert len(found) == len(expected) > 5
     for stage in found:
-        domains = tuple("attnscope" if "@" in name else "" for name in stage.names)
+        domains = tuple(domain for _, domain in stage.names)
         wanted = expected[stage.path, domains]
         assert stage.kernels == len(wanted["work"])
         assert stage.total == sum(end - start for start, end in wanted["work"])
@@ -108,7 +106,8 @@ def test_launches_are_found_by_process_and_by_time(tmp_path):
     made.kernel(K, 210, 220, 230, correlation=7)  # an id that repeats in its process
     made.kernel(K, None, 240, 250, correlation=99)  # its launch is not in the report
     projection = Projection(read_recording(made.save(tmp_path / "r.sqlite")))
-    assert [projection.label(int(one)) for one in projection.inner] == ["a", "b", "later", ""]
+    names = [projection.names_of(int(projection.path[one])) for one in projection.inner[:-1]]
+    assert names == [(("a", ""),), (("b", ""),), (("later", ""),)] and projection.inner[-1] < 0
 
 
 def test_a_start_end_range_has_the_work_of_every_thread_of_its_process(tmp_path):
@@ -213,19 +212,6 @@ def test_streams_and_devices_show_overlap_and_strays(tmp_path):
     assert [(row["GPU"], row["kernels"]) for row in device_rows(of)] == [(0, 8), (1, 1)]
 
 
-def test_top_kernels_are_the_functions_with_most_time(tmp_path):
-    made = MadeReport()
-    made.range("r", 0, 100)
-    for name, start, length in (("void a<int>()", 10, 5), ("void a<float>()", 30, 9), (K, 50, 12)):
-        made.kernel(name, start, start + 2, start + 2 + length)
-    made.kernel("void outside()", 200, 300, 900)
-    recording = read_recording(made.save(tmp_path / "r.sqlite"))
-    first, second = top_kernels(recording, 2, "r")
-    assert (first["count"], first["total_ns"], len(first["symbols"])) == (2, 14_000, 2)
-    assert second["total_ns"] == 12_000
-    assert top_kernels(recording, 1)[0]["total_ns"] == 600_000
-
-
 def test_captures_of_one_run_are_joined_without_a_gap_between(tmp_path):
     recordings = []
     for number, name in enumerate((K, "void g(int)")):
@@ -251,17 +237,6 @@ def test_reading_takes_time_in_proportion_to_the_file(tmp_path):
     assert np.all(of.recording.work["pid"] == GLOBAL_PID)
     # 200 MB in 5 s, and as much again for a slow machine.
     assert seconds < 10 * path.stat().st_size / 200e6 + 0.5
-
-
-def test_a_folder_of_a_session_selects_the_kernels_that_ncu_profiles(tmp_path):
-    made = MadeReport()
-    made.range("r", 0, 100, "attnscope")
-    for name, length in (("void ns::a<int>()", 5), ("void b(int)", 9)):
-        made.kernel(name, 10, 20, 20 + length)
-    made.save(tmp_path / "report.sqlite")
-    assert [one.function for one in choose(tmp_path, 2, "r@attnscope")] == ["b", "a"]
-    with pytest.raises(ValueError, match="got 'other'"):
-        choose(tmp_path, 1, "other")
 
 
 @pytest.fixture(scope="module")
@@ -298,7 +273,7 @@ def test_a_real_report_is_projected_as_nsys_projects_it(recorded):
     """For ranges whose work their own thread launched; nsys knows no other thread."""
     spans: Counter[str] = Counter()
     for stage in Analysis(recorded["whole"]).stages:
-        name, domain = parse_range(stage.names[-1])
+        name, domain = stage.names[-1]
         spans[f"{domain}:{name}"] += stage.span
     with (RECORDED / "nvtx_gpu_proj_sum.csv").open() as file:
         theirs = {row["Range"]: int(row["Total Proj Time (ns)"]) for row in csv.DictReader(file)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
 import sys
 
 import pytest
@@ -19,6 +18,7 @@ from backward_reference import (
     upstream,
     visible,
 )
+from forked import run_python
 from helpers import HEAD_DIMS, LENGTHS, MASKS, Target
 
 from attnscope import attention
@@ -215,11 +215,9 @@ def test_memory_is_linear_in_sequence_length():
 @pytest.mark.parametrize("instructions", ["avx2", "baseline"])
 def test_narrower_instruction_sets(instructions):
     tests = "test_every_head_dim or test_packed_batches or test_nan_stays or test_equal_scores"
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-        + ["-k", f"({tests}) and not fp16 and not 80 and not 104 and not narrower"],
+    selected = f"({tests}) and not fp16 and not 80 and not 104 and not narrower"
+    result = run_python(
+        "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", selected,
         env=os.environ | {"ATTNSCOPE_CPU": instructions},
-        capture_output=True,
-        text=True,
-    )
+    )  # fmt: skip
     assert result.returncode == 0, result.stdout[-3000:]

@@ -115,7 +115,7 @@ def test_functionalize_passes_the_op(call, qkv):
 
 
 @pytest.mark.parametrize("transform", ["vmap", "vmap of grad"])
-def test_vmap_says_that_there_is_no_rule(call, qkv, transform):
+def test_vmap_raises_that_there_is_no_rule(call, qkv, transform):
     q, k, v = qkv
     mapped = call
     if transform == "vmap of grad":

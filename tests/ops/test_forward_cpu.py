@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from forked import run_python
 from forward_cases import CASES
 from helpers import HEAD_DIMS, LENGTHS, MASKS, Target, assert_matches, assert_workload_passes
 from value_cases import VALUE_CASES
@@ -210,11 +211,9 @@ def test_narrower_instruction_sets(instructions):
     tests = (
         "test_every_head_dim or test_packed_batches or test_fp32_exponential or test_hidden_keys"
     )
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-        + ["-k", f"({tests}) and not fp16 and not 80 and not 104 and not narrower"],
+    selected = f"({tests}) and not fp16 and not 80 and not 104 and not narrower"
+    result = run_python(
+        "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", selected,
         env=os.environ | {"ATTNSCOPE_CPU": instructions},
-        capture_output=True,
-        text=True,
-    )
+    )  # fmt: skip
     assert result.returncode == 0, result.stdout[-3000:]

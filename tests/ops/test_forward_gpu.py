@@ -373,7 +373,7 @@ def test_sizes_beyond_32_bits_are_refused(bf16_target):
 
 
 @pytest.mark.sm90
-def test_the_sm90_kernel_says_what_it_cannot_run():
+def test_the_sm90_kernel_names_what_it_cannot_run():
     target = Target("cuda-sm90", "cuda", BF16)
     q, k, v = target.qkv(1, 8, 8, 2, 2)
     with pytest.raises(RuntimeError, match="variant must be 0 or 80 for this call, got 90: "):

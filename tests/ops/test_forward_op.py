@@ -71,7 +71,7 @@ def test_changing_lengths_are_compiled_once_more_only():
     assert counter.frame_count <= 2
 
 
-def test_vmap_says_that_there_is_no_rule():
+def test_vmap_raises_that_there_is_no_rule():
     q, k, v = (x.unsqueeze(0).expand(3, -1, -1, -1, -1) for x in TARGET.qkv(1, 4, 4, 2, 2, 16))
     with pytest.raises(NotImplementedError, match="attnscope::forward has no vmap rule"):
         torch.func.vmap(attention)(q, k, v)

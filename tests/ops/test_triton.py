@@ -106,7 +106,7 @@ def test_launch_arguments_are_in_the_order_of_the_kernel():
     assert names[7 + len(launch.numbers) :] == list(launch.constants)
     values = dict(zip(numbers, launch.numbers, strict=True))
     assert [values[name] for name in ("q_batch", "q_row", "q_head")] == [3600, 36, 9]
-    assert [values[name] for name in ("group", "blocks_m", "left", "right")] == [2, 1, -1, 0]
+    assert [values[name] for name in ("group", "blocks_m", "left", "right")] == [2, 2, -1, 0]
 
 
 class TestOnFakeCuda:

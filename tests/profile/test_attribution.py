@@ -280,7 +280,7 @@ def test_kinetos_table_is_explained_row_by_row() -> None:
     assert copy.ours_us == 0 and copy.explanation.startswith("copies and fills")
 
 
-def test_rows_that_are_no_ops_are_said_to_be_none(tmp_path: Path) -> None:
+def test_rows_that_are_no_ops_are_marked(tmp_path: Path) -> None:
     owners = made(
         tmp_path, named("a", 0, 9), op("a", 1, 8), cpu("python_function", "f.py(1): f", 2, 7),
         launch(1, 3), kernel(1, 5, 6, "a"),
@@ -390,7 +390,7 @@ def test_a_range_first_entered_late_stands_under_the_one_around_it(tmp_path: Pat
 # Audit and checks
 
 
-def test_a_launch_without_a_kernel_is_lost_and_said(tmp_path: Path) -> None:
+def test_a_launch_without_a_kernel_is_lost_and_reported(tmp_path: Path) -> None:
     events = [
         e
         for at in range(20)

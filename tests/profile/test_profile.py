@@ -56,7 +56,7 @@ def test_nothing_of_the_profiler_is_in_the_record() -> None:
     assert calls["aten::neg"] == 1 and calls["aten::ones"] == 1
 
 
-def test_reading_before_the_end_is_an_error_that_says_so() -> None:
+def test_reading_before_the_end_is_an_error_with_the_reason() -> None:
     with profile() as found:
         with pytest.raises(ProfileError, match="must have ended, got one that is running"):
             found.trace  # noqa: B018

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pandas
 import pytest
+from forked import run_python
 from made_trace import RECORDED, kernel, launch, named, op, write_trace
 from rich.cells import cell_len
 from rich.console import Console
@@ -119,7 +119,7 @@ def test_tables_are_no_wider_than_the_terminal_whatever_the_names(
     assert "[bold]x[/bold]" in run("--trace", str(tmp_path / "odd.json"))[1]
 
 
-def test_without_a_gpu_that_is_said_once_and_no_empty_column_is_shown(script: str) -> None:
+def test_without_a_gpu_one_line_reports_it_and_no_empty_column_is_shown(script: str) -> None:
     code, out = run("--stacks", script)
     assert code == 0 and out.count("no GPU time") == 1
     assert "memcpy" not in out and "cpu" in out
@@ -209,7 +209,7 @@ def test_a_module_runs_as_main_and_soon(tmp_path: Path) -> None:
     checks = "assert __name__ == '__main__' and 'torch._inductor' not in sys.modules\n"
     (tmp_path / "my_module.py").write_text(f"import sys\n{checks}{SCRIPT}")
     command = [sys.executable, "-m", "attnscope", "profile", "-m", "my_module", "--flag"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=os.environ)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "arguments ['--flag']" in done.stdout and "my_module: " in done.stdout
 
@@ -384,8 +384,7 @@ def test_forks_that_exit_end_there(tmp_path: Path) -> None:
         "    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
         "    print('child', code, flush=True)\n"
     )
-    command = [sys.executable, "-m", "attnscope", "profile", str(path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = run_python("-m", "attnscope", "profile", str(path))
     children = "".join(f"child {code}\n" for code in ends.values())
     assert result.returncode == 0 and result.stdout.startswith(children)
     assert result.stdout.count("\naten::ones ") == 1
@@ -411,20 +410,14 @@ SECOND = {
 }
 
 
-def test_a_second_profiler_in_the_script_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", SECOND)
+def test_a_second_profiler_in_the_script_is_an_error(how: str, tmp_path: Path) -> None:
     """In a separate process: PyTorch aborts if the second profiler is not detected in time."""
-    for how, code in SECOND.items():
-        (tmp_path / f"{how}.py").write_text(f"import torch\ntorch.ones(3) * 2\n{code}\n")
-    driver = (
-        "import sys\nfrom typer.testing import CliRunner\nfrom attnscope.cli import build\n"
-        "for how in sys.argv[1:]:\n"
-        "    result = CliRunner().invoke(build('profile'), ['profile', f'{how}.py'])\n"
-        "    said = 'must contain no other profiler' in result.output\n"
-        "    print(how, result.exit_code, said, result.output.count('Traceback'))\n"
-    )
-    command = [sys.executable, "-c", driver, *SECOND]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout == "".join(f"{how} 2 True 0\n" for how in SECOND), done.stderr
+    (tmp_path / "second.py").write_text(f"import torch\ntorch.ones(3) * 2\n{SECOND[how]}\n")
+    done = run_python("-m", "attnscope", "profile", "second.py", cwd=tmp_path)
+    said = done.stdout + done.stderr
+    assert done.returncode == 2 and "must contain no other profiler" in said, said
+    assert "Traceback" not in said
 
 
 def test_a_record_that_cannot_be_read_is_not_the_fault_of_the_script(

@@ -321,7 +321,7 @@ def test_a_second_session_counts_the_same() -> None:
     assert counts[0] == counts[1]
 
 
-def test_a_decorated_function_says_what_the_profiler_costs() -> None:
+def test_a_decorated_function_reports_what_the_profiler_costs() -> None:
     a = randn(4096, 4096)
 
     @profile(warmup=3)

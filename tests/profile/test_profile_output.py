@@ -122,7 +122,7 @@ def test_times_get_units_that_fit(tmp_path: Path) -> None:
     assert 'data-key="2499.99">2,500' in text
 
 
-def test_the_page_says_what_ran(tmp_path: Path) -> None:
+def test_the_page_names_what_ran(tmp_path: Path) -> None:
     import torch
 
     with profile("made") as found:

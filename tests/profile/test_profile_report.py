@@ -148,7 +148,7 @@ def test_any_name_can_be_drawn(name: str, tmp_path: Path) -> None:
     assert added(found, tmp_path / "added.json")
 
 
-def test_what_is_missing_is_said_on_the_page(tmp_path: Path) -> None:
+def test_what_is_missing_is_reported_on_the_page(tmp_path: Path) -> None:
     events = [op("a", 0, 10), launch(1, 2), kernel(1, 20, 30), launch(2, 5)]
     found = Profile.read(write_trace(tmp_path / "t.json", *events))
     found = dataclasses.replace(found, interrupted="KeyError: 3")

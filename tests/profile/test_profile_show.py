@@ -154,7 +154,7 @@ def test_files_have_every_table(tmp_path: Path) -> None:
     assert {"links", "lines", "memory", "allocations", "steps", "modules"} <= set(tables)
 
 
-def test_json_says_where_occupancy_and_set_up_are_from(tmp_path: Path) -> None:
+def test_json_names_the_source_of_occupancy_and_set_up(tmp_path: Path) -> None:
     content, _, _ = files(read("train"), tmp_path)
     assert content["efficiency"]["occupancy_from"].startswith("the profiler's for 88 kernels")
     steps = content["steps"]

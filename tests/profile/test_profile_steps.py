@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import run_python
 from signals import uninterruptible
 from typer.testing import CliRunner
 
@@ -99,7 +100,7 @@ def test_on_a_gpu_all_work_of_the_steps_has_an_owner_and_nothing_else_is_there()
     ]
 
 
-def test_the_steps_just_before_say_what_it_takes_without_the_profiler() -> None:
+def test_the_steps_just_before_give_the_time_without_the_profiler() -> None:
     with profile(steps=range(4, 7)) as found:
         Loop().run(8)
     assert found.unprofiled_wall_s is not None and found.unprofiled_wall_s > 0
@@ -189,7 +190,7 @@ def test_what_goes_wrong_is_raised_at_the_end_not_in_the_optimizer() -> None:
     assert loop.steps == 3
 
 
-def test_optimizers_after_the_first_are_not_counted_and_the_error_says_so() -> None:
+def test_optimizers_after_the_first_are_not_counted_and_the_error_names_them() -> None:
     with pytest.raises(ProfileError, match=r"a region of 2 steps. .* optimizers stepped 4"):
         with profile(steps=range(3, 5)):
             for _ in range(3):
@@ -245,7 +246,7 @@ def stepped_in_backward() -> None:
     ],
 )
 @pytest.mark.parametrize("steps", [range(2, 4), range(2)], ids=str)
-def test_steps_elsewhere_are_an_error_said_at_once_and_profiling_goes_on(
+def test_steps_elsewhere_are_an_error_at_once_and_profiling_goes_on(
     steps: range,
     run: Callable[[], object],
     reason: str,
@@ -360,8 +361,7 @@ print("child", child.exitcode)
 def test_a_forked_process_goes_on(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(FORKED)
-    command = [sys.executable, "-m", "attnscope", "profile", "--steps", "2:3", str(script)]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = run_python("-m", "attnscope", "profile", "--steps", "2:3", str(script))
     assert "child 7" in result.stdout
     assert result.returncode == 2 and "a region of 0 steps" in result.stdout + result.stderr
 

@@ -139,7 +139,7 @@ def test_a_number_may_lie_across_chunks(monkeypatch: pytest.MonkeyPatch) -> None
         assert [(k, list(v) if k == "traceEvents" else v) for k, v in members] == want
 
 
-def test_a_file_cut_off_anywhere_is_an_error_that_says_so(tmp_path: Path) -> None:
+def test_a_file_cut_off_anywhere_is_an_error_with_the_position(tmp_path: Path) -> None:
     whole = gzip.decompress((RECORDED / "raw.json.gz").read_bytes())
     path = tmp_path / "cut.json"
     for size in [*range(0, len(whole) - 60, 997), len(whole.rstrip()) - 1]:
@@ -171,7 +171,7 @@ def test_a_file_cut_off_anywhere_is_an_error_that_says_so(tmp_path: Path) -> Non
         ('{"traceEvents": []} {}', "text after the end of the object, at character 20"),
     ],
 )
-def test_a_file_that_is_no_trace_is_an_error_that_says_why(
+def test_a_file_that_is_no_trace_is_an_error_with_the_reason(
     text: str, said: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "other.json"

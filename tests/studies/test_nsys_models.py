@@ -114,7 +114,10 @@ def test_a_folder_of_reports_becomes_the_report_beside_pytorchs_profiler(tmp_pat
     assert [row["difference"] is None for row in both] == [True] * 3 + [False] * 2 + [True]
     assert "other times (two runs, two clocks): most +7.0 us in nvjet" in both[3]["difference"]
     text = (tmp_path / "lm-nsys.md").read_text()
-    assert "out of memory: 80 GiB" in text and "4 of 6 phases agree within 0.5 %" in text
+    assert (
+        "out of memory: 80 GiB" in text
+        and "6 of 6 phases have as many kernels, 4 agree within 0.5 %" in text
+    )
     assert len(read_record(tmp_path / "lm-nsys.json")["rows"]) == 3
 
 
@@ -148,9 +151,12 @@ def test_profile_model_records_each_configuration_once(tmp_path, monkeypatch):
     app = typer.Typer()
     app.command()(lm_command)
     arguments = ["--nsys", "--models", "tiny", "--contexts", "16,64", "--device", "cpu"]
-    for _ in range(2):
-        done = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path)])
+    for form in ("terminal", "markdown"):
+        line = [*arguments, "--output", str(tmp_path), "--format", form]
+        done = CliRunner().invoke(app, line)
         assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("# Where the time of a training step goes") and len(lines) <= 60
     assert len(calls) == 2  # recorded ones and failed ones are kept
     assert "no matching range: the gate did not open" in done.output
     assert (tmp_path / "lm-nsys.html").exists()

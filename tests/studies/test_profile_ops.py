@@ -170,7 +170,7 @@ def test_a_table_that_pytorch_cannot_make_has_a_reason() -> None:
 
 
 @pytest.mark.parametrize(("events_us", "met"), [(100.0, True), (109.0, True), (112.0, False)])
-def test_events_may_see_what_reconcile_says_and_no_more(events_us: float, met: bool) -> None:
+def test_events_may_see_what_reconcile_lists_and_no_more(events_us: float, met: bool) -> None:
     record = {"row_us": 90.0 * CALLS, "copy_us": 10.0 * CALLS, "raw_us": 90.0 * CALLS, "share": 1.0}
     found = bars(record | {"calls": CALLS}, tools(100.0, events_us))[-1]
     assert (found["bar"], found["met"]) == ("CUDA events", met)

@@ -68,7 +68,7 @@ def test_differences_are_compared_with_what_a_tool_may_see() -> None:
         compare([Measurement("none")])
 
 
-def test_each_tool_says_what_it_sees_beyond_the_kernels() -> None:
+def test_each_tool_names_what_it_sees_beyond_the_kernels() -> None:
     events = Timing(samples_ms=[0.110, 0.112])
     refused = Timing(error=RuntimeError("not permitted when stream is capturing"))
     work = Work([100.0, 100.0], pieces=3, overlap_us=0.0)

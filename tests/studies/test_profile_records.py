@@ -96,7 +96,7 @@ def test_damage_anywhere_is_refused_or_harmless(good: Row, tmp_path: Path) -> No
         (("owned",), LOST, " must have the key owned, got none"),
     ],
 )
-def test_the_reason_says_where(tmp_path: Path, at: Place, value: object, says: str) -> None:
+def test_the_reason_has_the_place(tmp_path: Path, at: Place, value: object, says: str) -> None:
     found = read_model(damaged(record(tmp_path), at, value), "record 1")
     assert found.status == "refused" and str(found.reason).startswith(f"made 8 naive{says}")
 

@@ -109,8 +109,9 @@ def test_ranges_stand_around_the_parts_and_go_again(
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_command_writes_records_and_report(tmp_path: Path) -> None:
+def test_command_writes_records_and_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
+    monkeypatch.setattr(run, "SAMPLES", 2)
     code, said = command(*SMALL, "--output", str(tmp_path))
     assert code == 0, said
     content = json.loads((tmp_path / "transformers.json").read_text())
@@ -258,7 +259,7 @@ def test_command_on_a_gpu(tmp_path: Path) -> None:
     assert ours == {"forward": 2 * run.PASSES, "backward": 3 * 2 * run.PASSES}
 
 
-def test_the_old_name_of_the_integration_works_and_says_what_to_use() -> None:
+def test_the_old_name_of_the_integration_works_and_names_the_new_one() -> None:
     sys.modules.pop("attnscope.transformers", None)
     with pytest.warns(DeprecationWarning, match="import attnscope.integrations.transformers"):
         from attnscope.transformers import register

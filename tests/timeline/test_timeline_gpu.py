@@ -169,7 +169,7 @@ def test_the_marks_change_no_result_and_measures_are_possible(recorded):
     assert step["count"] == 0 or step["median"] > floor
 
 
-def test_a_block_lives_on_one_sm_with_no_more_than_its_tile_says(recorded):
+def test_a_block_lives_on_one_sm_within_its_tile(recorded):
     _, made = recorded
     _, blocks = np.unique(made.head[:, layout.SM], return_counts=True)
     assert blocks.max() <= made.facts["tile"]["blocks_per_sm"]
@@ -189,7 +189,7 @@ def test_the_instrumented_kernel_matches_the_reference(built):
         kernel.forward(q, k, v, True, tile | {"consumers": tile["consumers"] + 1})
 
 
-def test_what_passes_the_capacity_is_lost_and_said(monkeypatch):
+def test_what_passes_the_capacity_is_lost_and_reported(monkeypatch):
     monkeypatch.setattr(session, "MOST_STEP_ROWS", 70)
     work = Workload.of(batch=4, seqlen=2048, heads=16, head_dim=128)
     made = session.record(work, torch.device("cuda"))

@@ -36,11 +36,11 @@ PUBLIC = (
 PAGES = {"README.md": "overview.md", "CONTRIBUTING.md": "contributing.md"}
 NAVIGATION = {
     "Start": ["Overview <overview>", "install"],
-    "Guides": ["ops", "benchmarking", "profiling", "tuning", "numerics", "timeline"],
+    "Guides": ["ops", "benchmarking", "profiling", "nsight", "tuning", "numerics", "timeline"],
     "Kernels": [f"kernels/{n}" for n in ("sm90_forward", "sm80_forward", "sm90_backward")]
     + ["kernels/sm80_backward", "perf-log"],
-    "Reports": ["reports/README", *(f"reports/h200/{n}" for n in ("attribution", "lm", "pair"))]
-    + ["reports/h200/transformers"],
+    "Reports": ["reports/README", *(f"reports/h200/{n}" for n in ("attribution", "lm", "lm-nsys"))]
+    + ["reports/h200/pair", "reports/h200/transformers"],
     "Reference": ["commands/index", "api/index"],
     "Project": ["contributing"],
 }

@@ -23,22 +23,24 @@ struct BackwardTile {
   constexpr int consumers() const { return block_n / 64; }
   constexpr int threads() const { return 128 * (wide() ? 4 : consumers() + 1); }
   // For each block of queries, of a deterministic call.
-  constexpr int tickets() const { return wide() ? 4 * (head_dim / 64) : consumers(); }
+  constexpr int tickets() const { return wide() ? 4 * (head_dim / 64) : 1; }
   // Wide: buffers for dO, and for dS of both thread blocks. What fits.
   constexpr int dout_stages() const { return head_dim == 256 ? 1 : stages; }
   constexpr int score_stages() const { return head_dim == 256 ? 1 : 2; }
   // Narrow: buffers for K and for V. What fits.
   constexpr int value_stages() const { return head_dim == 64 ? 2 : 1; }
+  // Narrow: buffers for dQ on its way out.
+  constexpr int gradient_stages() const { return head_dim == 64 ? 2 : 1; }
   // A thread block has K, V, Q, dO; dS; dQ on its way out; lse and delta; wide: half of the other
   // thread block's K, and P; the tile and barriers.
   constexpr int shared_bytes() const {
     const int narrow =
         2 * head_dim * ((kKeyStages + value_stages()) * block_n + 2 * stages * block_m) +
-        4 * block_m * block_n + 4 * 64 * 64 * consumers() + 8 * stages * block_m;
+        4 * block_m * block_n + 4 * gradient_stages() * block_m * head_dim + 8 * stages * block_m;
     const int wide_bytes = 2 * head_dim * 64 * (2 + stages + dout_stages()) +
                            score_stages() * 4 * 64 * 64 + 4 * 4 * 1024 + 8 * stages * block_m +
                            4 * 64 * 64 + 2 * 64 * 64;
-    return ((wide() ? wide_bytes : narrow) + 512 + 1023) / 1024 * 1024;
+    return ((wide() ? wide_bytes : narrow) + 768 + 1023) / 1024 * 1024;
   }
 };
 
@@ -47,8 +49,7 @@ inline constexpr int kWideRanks = 2;
 
 // Deliberately not `inline`, see kForwardTiles.
 constexpr BackwardTile kBackwardTiles[] = {
-    {64, 128, 128, 2, false,
-     "fewest reads of shared memory; S, dP, dK, dV take 192 registers, so P in fp32 would spill"},
+    {64, 64, 192, 3, false, "three consumers hide each other's latencies; 160 registers each"},
     {128, 64, 128, 2, true, "dK and dV take 128 registers, which leaves room for 64 rows"},
     {192, 64, 64 * kWideRanks, 2, false, "as head dim 256"},
     {256, 64, 64 * kWideRanks, 2, false,

@@ -1,4 +1,5 @@
-// A consumer: 64 keys of a tile. It accumulates their dK and dV, and adds its part of dQ.
+// A consumer: 64 keys of a tile. It accumulates their dK and dV, and computes dQ when it is its
+// turn.
 #pragma once
 
 #include "kernels/sm90_backward/epilogue.cuh"
@@ -12,13 +13,13 @@ namespace attnscope::sm90 {
 // One warpgroup. Step number i works on one block of queries of one head; it uses buffer i of the
 // ring, and buffer i modulo 2 for dS.
 //
-// dS needs no `empty` barrier: who writes dS(i + 2) has waited for dS(i + 1) of both consumers, and
-// each consumer completes its dQ(i), which reads dS(i), before it arrives with dS(i + 1).
+// The consumers take turns at dQ: one computes it from dS of all. Only this one waits for the
+// others, so they drift apart: one uses the tensor cores while another computes exponentials.
 template <class Config>
 class BackwardConsumer {
  public:
   __device__ __forceinline__ BackwardConsumer(const BackwardArguments& a, BackwardShared<Config>& s)
-      : a(a), s(s), consumer(ptx::uniform(threadIdx.x / 128 - 1)) {}
+      : a(a), s(s), consumer(ptx::uniform(threadIdx.x / 128 - 1)), turn(consumer) {}
 
   __device__ __forceinline__ void run() {
     for (; take_tile(); ++tiles) {
@@ -33,6 +34,7 @@ class BackwardConsumer {
   using Ring = Slot<Config::kStages>;
   using KeyRing = Slot<kKeyStages>;
   using ValueRing = Slot<Config::kValueStages>;
+  using GradientRing = Slot<Config::kGradientStages>;
   static constexpr int kBlockM = Config::kBlockM;
   using Scores = float[kBlockM / 2];
   using Packed = uint32_t[kBlockM / 4];
@@ -42,55 +44,95 @@ class BackwardConsumer {
     for (int i = 0; i < Config::kHeadDim / 2; ++i) dk[i] = dv[i] = 0.0f;
   }
 
-  // The steps of a tile. In flight at once: S(i), dP(i); then dV(i), dQ(i), dK(i). P(i) is computed
-  // beside dP(i), and dQ(i) is staged beside dK(i). A fence waits for this thread's writes to
-  // shared memory: it comes after a product that does not need it, and takes less of the time.
+  // The steps of a tile.
   __device__ __forceinline__ void run_steps() {
 #pragma unroll 1
     for (; step < last; ++step) {
-      const Ring slot(step);
-      Scores p, dp;
-      Packed packed_p, packed_ds;
-      float dq[32];
-      await_queries(slot);
-      issue_scores<Config>(p, key_rows(), queries(s.q, slot));
-      await_dout(slot);
-      issue_scores<Config>(dp, value_rows(), queries(s.dout, slot));
-      ColumnPairs<kBlockM / 8> lse(s.lse_log2[slot.stage]);
-      ptx::wgmma_wait<1>();
-      ptx::pin_registers(p);
-      probabilities(p, packed_p, lse);
-      ColumnPairs<kBlockM / 8> delta(s.delta[slot.stage]);
-      ptx::wgmma_wait<0>();
-      ptx::pin_registers(dp);
-      release_if(s.v_empty[ValueRing(tiles).stage], step + 1 == last);
-      score_gradients(p, packed_p, dp, packed_ds, delta);
-      store_scores<Config>(ptx::shared_address(s.ds[buffer()][consumer]), packed_ds);
-      issue_key_gradient<Config>(dv, packed_p, queries(s.dout, slot));
-      ptx::fence_proxy_async();
-      inject(Fault::kScores, 2 * step);
-      release(s.ds_full[step & 1]);
-      wait(s.ds_full[step & 1], step >> 1 & 1);
-      issue_query_gradient<Config>(dq, scores(), key_columns());
-      issue_key_gradient<Config>(dk, packed_ds, queries(s.q, slot));
+      if (block >= first_seen && block < end_seen) {
+        accumulate();
+      } else {
+        pass_over();
+      }
+      if (turn == 0) add_query_gradient();
+      turn = turn == 0 ? Config::kConsumers - 1 : turn - 1;
       advance_block();
-      ptx::wgmma_wait<1>();
-      ptx::pin_registers(dq);
-      stage_query_gradient(dq);
-      ptx::wgmma_wait<0>();
-      inject(Fault::kRelease, step);
-      release(s.empty[slot.stage]);
-      ptx::fence_proxy_async();
-      inject(Fault::kScores, 2 * step + 1);
-      release(s.dq_full[consumer]);
     }
     ptx::pin_registers(dk);
     ptx::pin_registers(dv);
     release(s.k_empty[KeyRing(tiles).stage]);
   }
 
+  // A step in which some query sees a key of this consumer. In flight at once: S(i), dP(i); then
+  // dV(i), dK(i). P(i) is computed beside dP(i). A fence waits for this thread's writes to shared
+  // memory: it comes after a product that does not need it, and takes less of the time.
+  __device__ __forceinline__ void accumulate() {
+    const Ring slot(step);
+    Scores p, dp;
+    Packed packed_p, packed_ds;
+    await_queries(slot);
+    issue_scores<Config>(p, key_rows(), queries(s.q, slot));
+    await_dout(slot);
+    issue_scores<Config>(dp, value_rows(), queries(s.dout, slot));
+    ColumnPairs<kBlockM / 8> lse(s.lse_log2[slot.stage]);
+    ptx::wgmma_wait<1>();
+    ptx::pin_registers(p);
+    probabilities(p, packed_p, lse);
+    ColumnPairs<kBlockM / 8> delta(s.delta[slot.stage]);
+    ptx::wgmma_wait<0>();
+    ptx::pin_registers(dp);
+    release_if(s.v_empty[ValueRing(tiles).stage], step + 1 == last);
+    score_gradients(p, packed_p, dp, packed_ds, delta);
+    await_score_buffer();
+    store_scores<Config>(ptx::shared_address(s.ds[buffer()][consumer]), packed_ds);
+    issue_key_gradient<Config>(dv, packed_p, queries(s.dout, slot));
+    ptx::fence_proxy_async();
+    inject(Fault::kScores, 2 * step);
+    release(s.ds_full[step & 1]);
+    issue_key_gradient<Config>(dk, packed_ds, queries(s.q, slot));
+    ptx::wgmma_wait<0>();
+    inject(Fault::kRelease, step);
+    release(s.empty[slot.stage]);
+  }
+
+  // A step in which no query sees a key of this consumer: its dS is 0.
+  __device__ __forceinline__ void pass_over() {
+    const Ring slot(step);
+    const ValueRing v_slot(tiles);
+    await_score_buffer();
+    store_scores<Config>(ptx::shared_address(s.ds[buffer()][consumer]), Packed{});
+    ptx::fence_proxy_async();
+    inject(Fault::kScores, 2 * step);
+    release(s.ds_full[step & 1]);
+    wait(s.v_full[v_slot.stage], v_slot.parity);
+    release_if(s.v_empty[v_slot.stage], step + 1 == last);
+    wait(s.q_full[slot.stage], slot.parity);
+    wait(s.dout_full[slot.stage], slot.parity);
+    inject(Fault::kRelease, step);
+    release(s.empty[slot.stage]);
+  }
+
+  // dQ of the step's block, from dS of all consumers.
+  __device__ __forceinline__ void add_query_gradient() {
+    float dq[Config::kHeadDim / 2];
+    wait(s.ds_full[step & 1], step >> 1 & 1);
+    issue_query_gradient<Config>(dq, scores(), keys());
+    ptx::wgmma_wait<0>();
+    ptx::pin_registers(dq);
+    release(s.ds_empty[step & 1]);
+    stage_query_gradient(dq);
+    ptx::fence_proxy_async();
+    inject(Fault::kScores, 2 * step + 1);
+    release(s.dq_full[GradientRing(step).stage]);
+  }
+
+  // Until the step's buffer of dS is read for the last time.
+  __device__ __forceinline__ void await_score_buffer() const {
+    wait(s.ds_empty[step & 1], step >> 1 & 1 ^ 1);
+  }
+
   // Stores what a tile accumulated.
   __device__ __forceinline__ void finish_tile() {
+    await_score_buffer();  // see staging
     store_key_gradients<Config>(a, *tile, consumer, staging(), dk, dv);
     if (a.whole_heads && ptx::uniform(tile->key_block) == 0) store_query_gradients();
     // Other warps write dS where this one staged.
@@ -106,6 +148,8 @@ class BackwardConsumer {
     tile = &s.tile[slot.stage];
     begin = ptx::uniform(tile->begin);
     end = ptx::uniform(tile->end);
+    first_seen = ptx::uniform(tile->consumer[consumer].begin);
+    end_seen = ptx::uniform(tile->consumer[consumer].end);
     full_begin = ptx::uniform(tile->consumer[consumer].full_begin);
     full_end = ptx::uniform(tile->consumer[consumer].full_end);
     block = begin;
@@ -180,48 +224,43 @@ class BackwardConsumer {
     }
   }
 
-  // Puts this consumer's part of dQ into shared memory: 4 KB a warp, see kernel.cuh.
-  __device__ __forceinline__ void stage_query_gradient(const float (&dq)[32]) {
+  // Puts dQ into shared memory: of each column block 4 KB a warp, see kernel.cuh.
+  __device__ __forceinline__ void stage_query_gradient(const float (&dq)[Config::kHeadDim / 2]) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    wait(s.dq_empty[consumer], step & 1 ^ 1);
-    const uint32_t address = ptx::shared_address(s.dq[consumer]) + warp * 4096 + lane * 16;
+    const GradientRing slot(step);
+    wait(s.dq_empty[slot.stage], slot.parity ^ 1);
+    const uint32_t address = ptx::shared_address(s.dq[slot.stage]) + warp * 4096 + lane * 16;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      ptx::store_shared_v4(address + j * 512, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2],
-                           dq[4 * j + 3]);
+    for (int j = 0; j < Config::kHeadDim / 8; ++j) {
+      ptx::store_shared_v4(address + j / 8 * (Config::kPartFloats * 4) + j % 8 * 512, dq[4 * j],
+                           dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
     }
   }
 
-  // Whole heads: stores this consumer's part of the head's dQ.
-  // The next head's additions to the same place follow this warp's next arrival at dq_full.
+  // Whole heads: stores this consumer's share of the head's dQ. The next head's stores to the same
+  // place follow this warp's next arrival at ds_full.
   __device__ __forceinline__ void store_query_gradients() {
     const int blocks = a.dense_queries.divisor, all = a.group * blocks;
     const int batch = ptx::uniform(tile->batch), length = ptx::uniform(tile->seqlen_q);
     const int first_head = ptx::uniform(tile->head_kv) * a.group;
     const float* const place = a.gradient + int64_t{ptx::block()} * all * Config::kGradientFloats;
-    const auto load = [&](int i, float (&x)[32]) {
-      load_query_part(x,
-                      query_part<Config>(place + int64_t{i} * Config::kGradientFloats, consumer));
-    };
-    const auto store = [&](int i, const float (&x)[32]) {
-      const int head = i / a.dense_queries, first = (i - head * blocks) * kBlockM;
-      const RowBlock b{{0, batch, length}, 0, first, min(kBlockM, length - first)};
-      store_query_part<Config>(a, x, b, first_head + head, consumer, staging());
-    };
-    wait(s.dq_done[consumer], heads++ & 1);
+    wait(s.dq_done, heads++ & 1);
 #pragma unroll 1
-    for (int i = 0; i < all; ++i) {
+    for (int i = consumer; i < all * Config::kColumnBlocks; i += Config::kConsumers) {
       float x[32];
-      load(i, x);
-      store(i, x);
+      const int number = i / Config::kColumnBlocks, column = i % Config::kColumnBlocks;
+      load_query_part(
+          x, query_part<Config>(place + int64_t{number} * Config::kGradientFloats, column));
+      const int head = number / a.dense_queries, first = (number - head * blocks) * kBlockM;
+      const RowBlock b{{0, batch, length}, 0, first, min(kBlockM, length - first)};
+      store_query_part<Config>(a, x, b, first_head + head, column, staging());
     }
     ptx::fence_proxy_async_global();  // before TMA writes to the place again
   }
 
-  // 2 KB for each warp, on the way out: where dS of the next step comes. The last products that
-  // read it are those of the step before last.
+  // 2 KB for each warp, on the way out: where dS of the next step comes.
   __device__ __forceinline__ uint32_t staging() const {
-    return ptx::shared_address(s.ds[step & 1][consumer]) + threadIdx.x / 32 % 4 * 2048;
+    return ptx::shared_address(s.ds[buffer()][consumer]) + threadIdx.x / 32 % 4 * 2048;
   }
 
   __device__ __forceinline__ bool is_boundary() const {
@@ -261,11 +300,10 @@ class BackwardConsumer {
                 consumer * 64 * Config::kRowBytes,
             16};
   }
-  // The columns of K for this consumer's part of dQ.
-  __device__ __forceinline__ ptx::WgmmaDescriptor key_columns() const {
-    constexpr int kColumns = Config::kBlockN * Config::kRowBytes;
-    const int first = Config::kSplitRows ? 0 : consumer * kColumns;
-    return {ptx::shared_address(s.k) + KeyRing(tiles).stage * Config::kKeyBytes + first, kColumns};
+  // All of K, N-major.
+  __device__ __forceinline__ ptx::WgmmaDescriptor keys() const {
+    return {ptx::shared_address(s.k) + KeyRing(tiles).stage * Config::kKeyBytes,
+            Config::kBlockN * Config::kRowBytes};
   }
   template <class Buffers>
   __device__ __forceinline__ ptx::WgmmaDescriptor queries(const Buffers& ring,
@@ -273,11 +311,9 @@ class BackwardConsumer {
     return {ptx::shared_address(ring) + slot.stage * Config::kQueryBytes,
             kBlockM * Config::kRowBytes};
   }
-  // The rows of dS for this consumer's part of dQ.
+  // dS of the step, of all consumers.
   __device__ __forceinline__ ptx::WgmmaDescriptor scores() const {
-    const int first = Config::kSplitRows ? consumer * 64 * Config::kRowBytes : 0;
-    return {ptx::shared_address(s.ds) + buffer() * Config::kConsumers * Config::kScoreBytes + first,
-            16};
+    return {ptx::shared_address(s.ds) + buffer() * Config::kConsumers * Config::kScoreBytes, 16};
   }
   // The buffer of dS of the step.
   __device__ __forceinline__ int buffer() const { return kGuardedRing ? step & 1 : 0; }
@@ -291,8 +327,9 @@ class BackwardConsumer {
   int step = 0;   // of all tiles
   int last = 0;   // the step after the last one of `tile`
   float dk[Config::kHeadDim / 2], dv[Config::kHeadDim / 2];
-  int begin, end, full_begin, full_end;  // blocks of queries, see KeyTile
-  int block;                             // of the step
+  int turn;                                                    // until this consumer computes dQ
+  int begin, end, first_seen, end_seen, full_begin, full_end;  // blocks of queries, see KeyTile
+  int block;                                                   // of the step
   int ragged_block;  // packed: the block with rows past the end of the sequence; -1: none
 };
 

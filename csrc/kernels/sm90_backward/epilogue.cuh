@@ -63,12 +63,11 @@ __device__ __forceinline__ void store_key_gradients(const BackwardArguments& a, 
   store(dk, a.scale, p.dk, p.dk_stride, p.forward.head_dim);
 }
 
-// A lane's first four of a warp's 16 rows of consumer number `consumer`'s part of dQ of a block,
-// which begins at `gradient`.
+// A lane's first four of a warp's 16 rows of a column block of dQ, which begins at `gradient`.
 template <class Config>
-__device__ __forceinline__ const float4* query_part(const float* gradient, int consumer) {
+__device__ __forceinline__ const float4* query_part(const float* gradient, int column) {
   const int thread = ptx::thread() % 128;
-  return reinterpret_cast<const float4*>(gradient + consumer * Config::kPartFloats +
+  return reinterpret_cast<const float4*>(gradient + column * Config::kPartFloats +
                                          thread / 32 * 1024 + thread % 32 * 4);
 }
 
@@ -84,14 +83,13 @@ __device__ __forceinline__ void load_query_part(float (&x)[32], const float4* pa
   }
 }
 
-// Stores such rows as rows of dq. `b` is the block of queries.
+// Stores such rows of column block number `block` as rows of dq. `b` is the block of queries.
 template <class Config>
 __device__ __forceinline__ void store_query_part(const BackwardArguments& a, const float (&x)[32],
-                                                 const RowBlock& b, int head, int consumer,
+                                                 const RowBlock& b, int head, int block,
                                                  uint32_t staging) {
   using Element = typename Config::Element;
-  const int row = (Config::kSplitRows ? consumer * 64 : 0) + ptx::thread() / 32 % 4 * 16;
-  const int column = Config::kSplitRows ? 0 : consumer * 64;
+  const int row = ptx::thread() / 32 % 4 * 16, column = block * 64;
   if (row >= b.rows) return;
   const Strides& stride = a.params.dq_stride;
   Element* out = static_cast<Element*>(a.params.dq) + b.segment.batch * stride.batch +

@@ -29,7 +29,7 @@ __device__ __forceinline__ void init_barriers(BackwardShared<Config>& s) {
   };
   constexpr int kWarps = 4 * Config::kConsumers, kArrivals = kWarps * kWarpArrivals;
   for (uint64_t& barrier : s.tile_full) init(barrier, kWarpArrivals);
-  for (uint64_t& barrier : s.tile_empty) init(barrier, kArrivals + Config::kConsumers + 1);
+  for (uint64_t& barrier : s.tile_empty) init(barrier, kArrivals + 2);
   init(s.tile_wanted, 1);
   for (uint64_t& barrier : s.k_full) init(barrier, 1);
   for (uint64_t& barrier : s.k_empty) init(barrier, kArrivals);
@@ -39,9 +39,10 @@ __device__ __forceinline__ void init_barriers(BackwardShared<Config>& s) {
   for (uint64_t& barrier : s.dout_full) init(barrier, 1);
   for (uint64_t& barrier : s.empty) init(barrier, kArrivals);
   for (uint64_t& barrier : s.ds_full) init(barrier, kArrivals);
+  for (uint64_t& barrier : s.ds_empty) init(barrier, 4 * kWarpArrivals);
   for (uint64_t& barrier : s.dq_full) init(barrier, 4 * kWarpArrivals);
   for (uint64_t& barrier : s.dq_empty) init(barrier, 1);
-  for (uint64_t& barrier : s.dq_done) init(barrier, 1);
+  init(s.dq_done, 1);
   ptx::fence_mbarrier_init();
   init_late_loads(s);
 }
@@ -61,14 +62,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       schedule<Config>(a, s);
     } else if (threadIdx.x == 0) {
       produce<Config>(a, s);
-    } else if (threadIdx.x % 32 == 0) {
-      write_query_gradients<Config>(a, s, warp - 1);
-    }
+    } else if (threadIdx.x == 32) {
+      write_query_gradients<Config>(a, s);
 #ifdef ATTNSCOPE_FAULTS
-    if (threadIdx.x == 48) {
+    } else if (threadIdx.x == 64) {
       issue_late_loads(s, [&](const LateLoad& copy) { issue_late_load<Config>(a, s, copy); });
-    }
 #endif
+    }
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     BackwardConsumer<Config>(a, s).run();

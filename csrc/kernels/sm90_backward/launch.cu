@@ -19,7 +19,7 @@ struct NarrowKernels {
   static constexpr int kBlocks = 1;
   static constexpr bool kStartEarly = true, kPersistent = true;
   static constexpr int kSharedBytes = sizeof(BackwardShared<Config>);
-  static constexpr int kPostThreads = 128 * Config::kConsumers;
+  static constexpr int kPostThreads = 128 * Config::kColumnBlocks;
   static constexpr int kKeyRows = Config::kBlockN, kQueryRows = Config::kBlockM;
 };
 

@@ -1,5 +1,5 @@
 // After the main kernel: dQ from the accumulators' order (see kernel.cuh) to rows. A warp takes 16
-// rows and 64 columns, a thread block one of a consumer's parts.
+// rows and 64 columns, a warpgroup a column block.
 #pragma once
 
 #include "kernels/sm90_backward/epilogue.cuh"
@@ -8,16 +8,16 @@
 namespace attnscope::sm90 {
 
 template <class Config>
-__global__ void __launch_bounds__(128 * Config::kConsumers)
+__global__ void __launch_bounds__(128 * Config::kColumnBlocks)
     backward_postprocess_kernel(const __grid_constant__ BackwardArguments a) {
-  __shared__ alignas(128) typename Config::Element staging[4 * Config::kConsumers][16 * 64];
+  __shared__ alignas(128) typename Config::Element staging[4 * Config::kColumnBlocks][16 * 64];
   const int place = blockIdx.x, head = place / a.all_queries;
   const RowBlock b = query_block<Config>(a, place - head * a.all_queries.divisor);
-  const int consumer = threadIdx.x / 128;
+  const int column = threadIdx.x / 128;
   float x[32];
   load_query_part(
-      x, query_part<Config>(a.gradient + int64_t{place} * Config::kGradientFloats, consumer));
-  store_query_part<Config>(a, x, b, head, consumer, ptx::shared_address(staging[threadIdx.x / 32]));
+      x, query_part<Config>(a.gradient + int64_t{place} * Config::kGradientFloats, column));
+  store_query_part<Config>(a, x, b, head, column, ptx::shared_address(staging[threadIdx.x / 32]));
 }
 
 }  // namespace attnscope::sm90

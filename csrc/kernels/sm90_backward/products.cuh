@@ -47,15 +47,15 @@ __device__ __forceinline__ void issue_key_gradient(float (&d)[Config::kHeadDim /
   ptx::wgmma_commit();
 }
 
-// A consumer's part of dQ, 64 x 64: dS [64, kBlockN], a column block for each consumer's keys,
-// times 64 columns of K, N-major.
+// dQ [64, kHeadDim] = dS [64, kBlockN], a column block for each consumer's keys, times K, N-major.
 template <class Config>
-__device__ __forceinline__ void issue_query_gradient(float (&d)[32], ptx::WgmmaDescriptor ds,
+__device__ __forceinline__ void issue_query_gradient(float (&d)[Config::kHeadDim / 2],
+                                                     ptx::WgmmaDescriptor ds,
                                                      ptx::WgmmaDescriptor keys) {
   ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < Config::kBlockN / 16; ++step) {
-    ptx::WgmmaSharedNMajor<typename Config::Element, 64>::mma(
+    ptx::WgmmaSharedNMajor<typename Config::Element, Config::kHeadDim>::mma(
         d, ds.at(step / 4 * Config::kScoreBytes + step % 4 * 32),
         keys.at(step * 16 * Config::kRowBytes), step > 0);
   }

@@ -31,20 +31,19 @@ struct BackwardConfig {
   static constexpr int kThreads = kTile.threads();
   static constexpr int kTickets = kTile.tickets();  // of a block of queries
   static constexpr int kProducerRegisters = 24;
-  static constexpr int kConsumerRegisters = 240;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
+  static constexpr int kGradientStages = kTile.gradient_stages();
   static constexpr int kRowBytes = 128;  // one swizzled row of a 64-element column block
   static constexpr int kKeyBytes = 2 * kBlockN * kHeadDim;    // of K or V
   static constexpr int kQueryBytes = 2 * kBlockM * kHeadDim;  // of Q or dO
   static constexpr int kScoreBytes = 2 * kBlockM * 64;        // of a consumer's dS
-  // A consumer computes a part of dQ [kBlockM, kHeadDim]: 64 rows or 64 columns.
-  static constexpr bool kSplitRows = kBlockM == 128;
   static constexpr bool kKeepsP = kTile.keeps_p;
-  static constexpr int kPartFloats = 64 * 64;
+  static constexpr int kColumnBlocks = kHeadDim / 64;
+  static constexpr int kPartFloats = 64 * 64;                 // of a column block of dQ
   static constexpr int kGradientFloats = kBlockM * kHeadDim;  // of dQ of a block
 
   static_assert(kHeadDim % 64 == 0, "column blocks have 64 elements");
-  static_assert(kConsumers == 2 && kGradientFloats == kConsumers * kPartFloats,
-                "each consumer computes one part of dQ");
+  static_assert(kBlockM == 64 && kConsumers <= 3, "dQ of a block has 64 rows");
 };
 
 // One tile of keys, described once for all roles. Blocks are blocks of queries.
@@ -57,9 +56,10 @@ struct alignas(128) KeyTile {
   int first_key;  // key of the sequence where the tile begins
   int key_block;  // number of the tile in its sequence
   int seqlen_q, seqlen_k;
-  int first_block;         // number of the sequence's first block among those of a head
-  int begin, end;          // the blocks that see a key of the tile
-  BlockRange consumer[2];  // full_begin, full_end: where all rows see all of a consumer's 64 keys
+  int first_block;  // number of the sequence's first block among those of a head
+  int begin, end;   // the blocks that see a key of the tile
+  // The blocks that see one of a consumer's 64 keys; full_begin, full_end: all of them.
+  BlockRange consumer[3];
 };
 
 // What a producer loads.
@@ -96,8 +96,7 @@ struct BackwardShared {
   alignas(1024) Element dout[kStages][kBlockElements];
   // dS [kBlockM, 64 keys] of each consumer. At the end of a tile: dV, dK and dQ on the way out.
   alignas(1024) Element ds[2][Config::kConsumers][Config::kBlockM * 64];
-  // Each consumer's part of dQ, on its way out.
-  alignas(128) float dq[Config::kConsumers][Config::kPartFloats];
+  alignas(128) float dq[Config::kGradientStages][Config::kGradientFloats];  // on its way out
   alignas(128) float lse_log2[kStages][Config::kBlockM];
   alignas(128) float delta[kStages][Config::kBlockM];
   KeyTile tile[Config::kTileBuffers];
@@ -109,10 +108,9 @@ struct BackwardShared {
   uint64_t q_full[kStages];     // Q and lse_log2
   uint64_t dout_full[kStages];  // dO and delta
   uint64_t empty[kStages];      // all four
-  uint64_t ds_full[2];
-  uint64_t dq_full[Config::kConsumers];
-  uint64_t dq_empty[Config::kConsumers];
-  uint64_t dq_done[Config::kConsumers];  // whole heads: all of a head's dQ is in global memory
+  uint64_t ds_full[2], ds_empty[2];
+  uint64_t dq_full[Config::kGradientStages], dq_empty[Config::kGradientStages];
+  uint64_t dq_done;  // whole heads: all of a head's dQ is in global memory
 #ifdef ATTNSCOPE_FAULTS
   LateLoad late_load;
 #endif

@@ -56,6 +56,7 @@ __device__ __forceinline__ void describe_tile(const BackwardArguments& a, int in
   if (lane > Config::kConsumers) return;
   BlockRange range = block_range(queries, begin_key, end_key, seg_q.length, Config::kBlockM);
   if (is_consumer) {
+    if (end_key <= begin_key) range.end = range.begin;
     // Keys past the end need a mask in every block.
     if (end_key < begin_key + 64) range.full_begin = INT_MAX;
     t.consumer[lane] = range;

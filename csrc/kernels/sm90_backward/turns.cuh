@@ -1,7 +1,7 @@
 // Turns: the order in which key blocks add to dQ in a deterministic call.
 //
-// A writer adds the same part of a block of dQ in every thread block. So writers take turns: the
-// ticket of (query head, block of queries, part) counts the key blocks that have added.
+// Writers take turns: the ticket of (query head, block of queries) counts the key blocks that have
+// added.
 // The last key block that a query sees adds first, the others in descending order: under a causal
 // mask a tile then starts at the block of queries where its turn is the first.
 //
@@ -44,19 +44,19 @@ struct Turns {
     return turn_number<Config::kBlockM, Config::kBlockN>(a, t, block);
   }
 
-  // Waits until all earlier key blocks have added to `part` of dQ, of a block of queries.
+  // Waits until all earlier key blocks have added to dQ of `block`, which is number `place` of all.
   __device__ __forceinline__ static void await(const BackwardArguments& a, const KeyTile& t,
-                                               int part, int block) {
-    await_turn(a, a.tickets + part, number(a, t, block));
+                                               int place, int block) {
+    await_turn(a, a.tickets + place, number(a, t, block));
     ptx::fence_proxy_async_global();
   }
 
   // Waits for this thread's additions, and passes the turn on.
-  __device__ __forceinline__ static void finish(const BackwardArguments& a, int part) {
+  __device__ __forceinline__ static void finish(const BackwardArguments& a, int place) {
     ptx::tma_store_wait<0>();
     ptx::fence_proxy_async_global();
-    inject(Fault::kTurn, part);
-    ptx::release_add(a.tickets + part);
+    inject(Fault::kTurn, place);
+    ptx::release_add(a.tickets + place);
   }
 };
 

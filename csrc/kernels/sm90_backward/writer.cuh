@@ -1,4 +1,4 @@
-// The writers: for each consumer a thread that adds the consumer's part of dQ to global memory.
+// The writer: a thread that adds dQ of a block to global memory.
 #pragma once
 
 #include "kernels/sm90_backward/shared.cuh"
@@ -7,33 +7,34 @@
 
 namespace attnscope::sm90 {
 
-// Adds dQ of one tile. `count` counts the parts that were added.
+// Adds dQ of one tile. `count` counts the blocks that were added.
 template <class Config>
 __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardShared<Config>& s,
-                                           const KeyTile& t, int consumer, int& count) {
-  const uint32_t staged = ptx::shared_address(s.dq[consumer]);
-  // Numbers of the part, among those of all heads; whole heads: of the thread block's place.
+                                           const KeyTile& t, int& count) {
+  // Numbers of the block, among those of all heads; whole heads: of the thread block's place.
   const int blocks = a.whole_heads ? a.dense_queries.divisor : a.query_blocks;
   const int first =
       a.whole_heads ? blockIdx.x * a.group * blocks : t.head_kv * a.group * blocks + t.first_block;
-  int part = (first + t.begin) * Config::kConsumers + consumer;
-  int added = -1;  // deterministic calls: the part whose turn has not been passed on yet
+  int place = first + t.begin;
+  int added = -1;  // deterministic calls: the block whose turn has not been passed on yet
 #pragma unroll 1
   for (int head = 0; head < a.group; ++head) {
 #pragma unroll 1
     for (int block = t.begin; block < t.end; ++block) {
-      // While the consumer still works on the part, the last turn is passed on, and this one
+      // While the consumers still work on the block, the last turn is passed on, and this one
       // arrives.
       if (a.tickets != nullptr) {
         if (added >= 0) Turns<Config>::finish(a, added);
-        added = part;
-        Turns<Config>::await(a, t, part, block);
+        added = place;
+        Turns<Config>::await(a, t, place, block);
       }
-      ptx::mbarrier_wait(ptx::shared_address(&s.dq_full[consumer]), count++ & 1);
+      const Slot<Config::kGradientStages> slot(count++);
+      ptx::mbarrier_wait(ptx::shared_address(&s.dq_full[slot.stage]), slot.parity);
+      const uint32_t staged = ptx::shared_address(s.dq[slot.stage]);
       inject(Fault::kAdd, count);
-      float* gradient = a.gradient + int64_t{part} * Config::kPartFloats;
-      constexpr int kBytes = Config::kPartFloats * 4;
-      // Whole heads: after the operation before, which may have been on the same part. The first
+      float* gradient = a.gradient + int64_t{place} * Config::kGradientFloats;
+      constexpr int kBytes = Config::kGradientFloats * 4;
+      // Whole heads: after the operation before, which may have been on the same block. The first
       // tile that sees the block stores: nobody needs to zero it before.
       if (a.whole_heads) ptx::tma_store_wait<0>();
       if (a.whole_heads && Turns<Config>::number(a, t, block) == 0) {
@@ -44,22 +45,22 @@ __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardS
       ptx::tma_store_commit();
       ptx::tma_store_wait_read<0>();
       inject(Fault::kRelease, count);
-      ptx::mbarrier_arrive(ptx::shared_address(&s.dq_empty[consumer]));
-      part += Config::kConsumers;
+      ptx::mbarrier_arrive(ptx::shared_address(&s.dq_empty[slot.stage]));
+      ++place;
     }
-    part += (blocks - (t.end - t.begin)) * Config::kConsumers;
+    place += blocks - (t.end - t.begin);
   }
   if (added >= 0) Turns<Config>::finish(a, added);
   if (a.whole_heads && t.key_block == 0) {
     ptx::tma_store_wait<0>();
     ptx::fence_proxy_async_global();
-    ptx::mbarrier_arrive(ptx::shared_address(&s.dq_done[consumer]));
+    ptx::mbarrier_arrive(ptx::shared_address(&s.dq_done));
   }
 }
 
 template <class Config>
 __device__ __forceinline__ void write_query_gradients(const BackwardArguments& a,
-                                                      BackwardShared<Config>& s, int consumer) {
+                                                      BackwardShared<Config>& s) {
   int count = 0;
   ptx::await_kernel_before();
 #pragma unroll 1
@@ -68,7 +69,7 @@ __device__ __forceinline__ void write_query_gradients(const BackwardArguments& a
     const KeyTile& t = s.tile[slot.stage];
     ptx::mbarrier_wait(ptx::shared_address(&s.tile_full[slot.stage]), slot.parity);
     if (t.rows == 0) return;
-    write_tile<Config>(a, s, t, consumer, count);
+    write_tile<Config>(a, s, t, count);
     ptx::mbarrier_arrive(ptx::shared_address(&s.tile_empty[slot.stage]));
   }
 }

@@ -259,7 +259,7 @@ def check_command(
         impls = pick_impls(impl, where.type)
         names = list(KINDS) if kinds == "all" else split(kinds)
         if unknown := [name for name in names if name not in KINDS]:
-            raise ValueError(f"kinds: {unknown[0]!r} is not one of {', '.join(KINDS)}, all")
+            raise ValueError(f"kinds must be among {', '.join(KINDS)}, all, got {unknown[0]!r}")
     if not _check_all(works, impls, names, seed, where, locate):
         raise typer.Exit(1)
 
@@ -343,10 +343,11 @@ def pick_works(
     given |= {} if causal is None else {"causal": causal}
     if seq_lengths is None:
         if given:
-            raise ValueError(f"--{next(iter(given)).replace('_', '-')}: needs --seq-lengths")
+            option = f"--{next(iter(given)).replace('_', '-')}"
+            raise ValueError(f"{option} must be given with --seq-lengths, got none")
         return load_suite(suite or default, device_type)
     if suite is not None:
-        raise ValueError("--suite, --seq-lengths: give one of them")
+        raise ValueError("suite or seq-lengths must be given, and one only, got both")
     case: dict[str, Any] = SHAPE[device_type] | {
         "causal": [False, True] if causal is None else causal
     }
@@ -369,7 +370,8 @@ def in_mode(
     """
     if graph and "backward" in (mode, *(work.mode for work in works if mode is None)):
         raise ValueError(
-            "graph: a backward alone cannot be captured without its forward; take --mode both"
+            "mode must be forward or both with --graph, got backward: a graph cannot capture a "
+            "backward without its forward"
         )
     changes: dict[str, Any] = {} if mode is None else {"mode": mode}
     changes |= {"deterministic": True} if deterministic else {}

@@ -101,7 +101,7 @@ def pair_rows(
             work = replace(work, deterministic=False) if alike else work
             key = (None if across_impls else row["impl"], work.id)
             if key in found:
-                raise ValueError(f"{side} has two rows of {row['impl']} on {key[1]}")
+                raise ValueError(f"{side} must have one row of {row['impl']} on {key[1]}, got two")
             found[key] = row
         return found
 
@@ -322,7 +322,7 @@ def compare_command(
 
     with bad_input("compare"):
         if fail_below is not None and not 0 < fail_below <= 1:
-            raise ValueError(f"--fail-below: {fail_below} is not above 0 and at most 1")
+            raise ValueError(f"fail-below must be above 0 and at most 1, got {fail_below}")
         pairs, refused, notes = _load(a, b or a, impl_a, impl_b or impl_a)
     for line in refused:
         say(f"not the same conditions: {line}", "red", stderr=True)
@@ -355,9 +355,9 @@ def _load(
 
     impl_a, impl_b = (ALIASES.get(str(impl), impl) for impl in (impl_a, impl_b))
     if a == b and impl_a == impl_b:
-        raise ValueError("one file: --impl-a and --impl-b must name two impls of it")
+        raise ValueError("impl-a and impl-b must be two impls in one file, got one")
     if impl_b is not None and impl_a is None:
-        raise ValueError("--impl-b: needs --impl-a too")
+        raise ValueError("impl-a must be given with --impl-b, got none")
     files = read_results(a), read_results(b)
     _refuse_contradictions(files[0]["rows"], a)
     if b != a:
@@ -383,5 +383,5 @@ def _select(rows: Sequence[Row], impl: str | None, path: Path) -> list[Row]:
     chosen = [row for row in rows if impl in (None, row["impl"])]
     if not chosen:
         there = ", ".join(sorted({str(row["impl"]) for row in rows})) or "none"
-        raise ValueError(f"{path} has no rows of {impl or 'any impl'}; it has: {there}")
+        raise ValueError(f"{path} must have rows of {impl or 'an impl'}, got rows of {there}")
     return chosen

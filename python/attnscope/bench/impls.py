@@ -354,6 +354,6 @@ def resolve(names: Sequence[str]) -> list[Impl]:
         impl = IMPLS.get(ALIASES.get(name, name))
         if impl is None:
             known = ", ".join([*IMPLS, *(f"{short} (= {long})" for short, long in ALIASES.items())])
-            raise ValueError(f"impl: {name!r} is not one of {known}")
+            raise ValueError(f"impl must be one of {known}, got {name!r}")
         found[impl.name] = impl
     return list(found.values())

@@ -1,4 +1,4 @@
-"""Other people's attention packages, called as their own documentation says.
+"""Other people's attention packages, called as their own documentation does.
 
 Each function builds a callable for one workload and one set of inputs; none of the packages is
 imported before that. Layouts are theirs and ours alike: [B, S, H, D] or packed [T, H, D].

@@ -164,11 +164,13 @@ def draw_file(path: Path, baseline: str | None = None) -> list[Drawn]:
     points, left_out = timed(rows)
     if not points:
         counts = ", ".join(f"{count} {status}" for status, count in sorted(left_out.items()))
-        raise ValueError(f"{path}: no row has a time ({counts or 'it has no rows'})")
+        raise ValueError(f"{path} must have a row with a time, got {counts or 'no rows'}")
     impls = {point.impl for point in points}
     baseline = ALIASES.get(str(baseline), baseline)
     if baseline is not None and baseline not in impls:
-        raise ValueError(f"baseline: {path} has no times of {baseline!r}; of {sorted(impls)}")
+        raise ValueError(
+            f"baseline must be an impl with times in {path}, {sorted(impls)}, got {baseline!r}"
+        )
     baseline = baseline or _usual_baseline(rows, impls)
     device, unknown = device_of(env)
     drawn: list[Drawn] = []

@@ -320,7 +320,7 @@ def context_is_lost(error: Exception) -> bool:
 def above_peak(row: Row, peak: float | None, unknown: str | None) -> Row:
     """Set the row's share of the peak; a row above it is wrong and loses its times.
 
-    Without a known peak the share stays null, and the reason says why.
+    Without a known peak the share stays null, with a reason.
     """
     if peak is None:
         return row | {"reason": f"pct_peak: {unknown}"}

@@ -109,7 +109,7 @@ def dims(work: Workload) -> str:
 
 
 def case_label(work: Workload) -> str:
-    """A workload in one or two lines, without what a figure's title says."""
+    """A workload in one or two lines, without what a figure's title has."""
     if work.seqlens is not None:
         tokens = sum(q for q, _ in work.seqlens)
         shape = f"{tokens:,} tokens packed, {work.batch} sequences, longest {work.seqlen_q:,}"

@@ -164,21 +164,6 @@ def _print_ratios(rows: Sequence[Row]) -> None:
             say(f"{head}: " + ", ".join(means))
     for mean in over_fastest_peer(rows):
         say(mean.text())
-    for row in rows:
-        if row["impl"] == "cpu" and row["ratio"] and _is_headline(row):
-            low, high = row["ratio_ci"] or (row["ratio"], row["ratio"])
-            say(
-                f"cpu takes {1 / row['ratio']:.2f} times as long as {baseline} of torch "
-                f"({1 / high:.2f} to {1 / low:.2f}) at fp32, B 1, H 8, S 1024, D 64, "
-                f"{'causal' if row['causal'] else 'no mask'}"
-            )
-
-
-def _is_headline(row: Row) -> bool:
-    shape = dict(dtype="float32", batch=1, heads_q=8, heads_kv=8, seqlen_q=1024, seqlen_k=1024)
-    return all(
-        row[key] == value for key, value in (shape | {"head_dim": 64, "mode": "forward"}).items()
-    )
 
 
 def _print_reasons(rows: Sequence[Row]) -> None:

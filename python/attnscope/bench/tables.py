@@ -30,7 +30,7 @@ def results_table(path: Path, folder: Path) -> str:
     env, rows = content["env"], content["rows"]
     points, left_out = timed(rows)
     if not points:
-        raise ValueError(f"{path}: no row has a time")
+        raise ValueError(f"{path} must have a row with a time, got none")
     unit, value = ("ms", _ms) if env["device"] == "cpu" else ("TFLOP/s", _tflops)
     impls = list(dict.fromkeys(point.impl for point in points))
     by_work: dict[Workload, dict[str, Point]] = {}
@@ -76,7 +76,7 @@ def put_results(document: Path, results: Mapping[Path, Path]) -> None:
     except OSError as error:
         raise ValueError(f"{document}: {error.strerror}") from None
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"{document}: one {BEGIN} and then one {END} are needed in it")
+        raise ValueError(f"{document} must have one {BEGIN} and then one {END}, got others")
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     here = document.parent
     parts = [

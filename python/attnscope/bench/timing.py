@@ -55,18 +55,18 @@ class Settings:
         if self.layouts not in LAYOUTS:
             raise ValueError(f"layouts must be one of {', '.join(LAYOUTS)}, got {self.layouts!r}")
         if self.l2 not in L2_MODES:
-            raise ValueError(f"l2: {self.l2!r} is not one of {', '.join(L2_MODES)}")
+            raise ValueError(f"l2 must be one of {', '.join(L2_MODES)}, got {self.l2!r}")
         if not 1 <= self.min_samples <= self.max_samples:
             raise ValueError(
-                f"min_samples, max_samples: {self.min_samples}, {self.max_samples}; "
-                "1 <= min_samples <= max_samples is needed"
+                "min_samples must be >= 1 and at most max_samples, "
+                f"got {self.min_samples} and {self.max_samples}"
             )
         if not self.budget_s >= 0:
-            raise ValueError(f"budget_s: {self.budget_s} is not a number of at least 0")
+            raise ValueError(f"budget_s must be >= 0, got {self.budget_s}")
         if not 0 <= self.rest <= _MOST_REST:
-            raise ValueError(f"rest: {self.rest} is not between 0 and {_MOST_REST:g}")
+            raise ValueError(f"rest must be between 0 and {_MOST_REST:g}, got {self.rest}")
         if self.warmup < 1:
-            raise ValueError(f"warmup: {self.warmup} is less than 1")
+            raise ValueError(f"warmup must be >= 1, got {self.warmup}")
 
 
 @dataclass
@@ -192,9 +192,11 @@ def make_timer(device: torch.device, settings: Settings) -> Timer:
     """The timer for a device. Raises ValueError where the settings ask for what it cannot do."""
     if device.type == "cpu":
         if settings.graph:
-            raise ValueError("graph: a CPU run has no CUDA graphs")
+            raise ValueError("graph must be False on a CPU, which has no CUDA graphs, got True")
         if settings.l2 != "warm":
-            raise ValueError(f"l2: {settings.l2!r} needs a GPU; a CPU run is always warm")
+            raise ValueError(
+                f"l2 must be warm on a CPU, got {settings.l2!r}. The other modes need a GPU"
+            )
         return WallClock()
     flush = 0
     if settings.l2 == "cold":

@@ -52,24 +52,24 @@ class Workload:
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name}: {value!r} is not an integer of at least {least}")
+                raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
         if self.heads_q % self.heads_kv:
             raise ValueError(
-                f"heads_q: {self.heads_q} is not a multiple of heads_kv ({self.heads_kv})"
+                f"heads_q must be a multiple of heads_kv ({self.heads_kv}), got {self.heads_q}"
             )
         if self.dtype not in DTYPE_BYTES:
-            raise ValueError(f"dtype: {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+            raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
         if self.mode not in MODES:
-            raise ValueError(f"mode: {self.mode!r} is not one of {', '.join(MODES)}")
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
         for name in ("causal", "deterministic"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}: {getattr(self, name)!r} is not true or false")
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {value!r}")
         if self.deterministic and self.mode == "forward":
-            raise ValueError("deterministic: needs mode backward or both, got mode forward")
+            raise ValueError("deterministic must be used with mode backward or both, got forward")
         if len(self.window) != 2 or not all(isinstance(w, int) and w >= -1 for w in self.window):
-            raise ValueError(f"window: {self.window!r} is not (left, right), each -1 or more")
+            raise ValueError(f"window must be (left, right), each >= -1, got {self.window!r}")
         if not 0.0 <= self.softcap < float("inf"):
-            raise ValueError(f"softcap: {self.softcap!r} is not a finite number of at least 0")
+            raise ValueError(f"softcap must be finite and >= 0, got {self.softcap!r}")
         if self.label is not None and (not isinstance(self.label, str) or not self.label.strip()):
             raise ValueError(f"label must be text, got {self.label!r}")
         if self.seqlens is not None:
@@ -77,13 +77,13 @@ class Workload:
 
     def _check_seqlens(self, seqlens: tuple[tuple[int, int], ...]) -> None:
         if not all(len(pair) == 2 and min(pair) >= 0 for pair in seqlens):
-            raise ValueError(f"seqlens: {seqlens!r} holds something other than (q, k) lengths")
+            raise ValueError(f"seqlens must be (q, k) lengths, each >= 0, got {seqlens!r}")
         longest = (max((q for q, _ in seqlens), default=0), max((k for _, k in seqlens), default=0))
         got = (self.batch, self.seqlen_q, self.seqlen_k)
         if got != (len(seqlens), *longest):
             raise ValueError(
-                f"seqlens: {len(seqlens)} segments, the longest {longest}, do not agree with "
-                f"(batch, seqlen_q, seqlen_k) = {got}"
+                f"batch, seqlen_q, seqlen_k must be {(len(seqlens), *longest)}, as in seqlens, "
+                f"got {got}"
             )
 
     @classmethod
@@ -121,11 +121,12 @@ class Workload:
         known = {f.name for f in fields(cls)}
         if unknown := sorted(set(opts) - known):
             raise ValueError(
-                f"{unknown[0]}: no such field; allowed: {', '.join(sorted(known | _SHORT_FORMS))}"
+                f"field must be one of {', '.join(sorted(known | _SHORT_FORMS))}, "
+                f"got {unknown[0]!r}"
             )
         missing = [name for name in _LEAST if opts.get(name) is None]
         if missing:
-            raise ValueError(f"{missing[0]}: not given")
+            raise ValueError(f"{missing[0]} must be given, got none")
         return cls(**opts)
 
     @cached_property
@@ -255,19 +256,19 @@ def load_suite(suite: str, device_type: str) -> list[Workload]:
     path = SUITES / f"{suite}.yaml" if suite in suite_names() else Path(suite)
     if not path.is_file():
         raise ValueError(
-            f"suite: {suite!r} is neither a suite ({', '.join(suite_names())}) nor a YAML file"
+            f"suite must be one of {', '.join(suite_names())}, or a YAML file, got {suite!r}"
         )
     try:
         content = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
-        raise ValueError(f"suite: {path} is not YAML: {error}") from None
+        raise ValueError(f"suite must be YAML, got {path}: {error}") from None
     allowed = {"description", "cuda", "cpu", "any"}
     if not isinstance(content, dict) or not set(content) <= allowed:
-        raise ValueError(f"suite: {path} holds something other than {sorted(allowed)}")
+        raise ValueError(f"suite must be a mapping with {', '.join(sorted(allowed))}, got {path}")
     cases = content.get(device_type, content.get("any"))
     if cases is None:
         here = ", ".join(sorted(set(content) - {"description"}))
-        raise ValueError(f"suite: {suite!r} has no cases for {device_type}, only for {here}")
+        raise ValueError(f"suite must have cases for {device_type}, got {suite!r} with {here}")
     found: dict[Workload, None] = {}
     for number, case in enumerate(cases, start=1):
         try:
@@ -312,11 +313,11 @@ def _segments(entries: Sequence[Any]) -> tuple[tuple[int, int], ...]:
         elif len(entry) == 2:
             segments.append((entry[0], entry[1]))
         else:
-            raise ValueError(f'seqlens: {entry!r} is not a length, a (q, k) pair or "NxL"')
+            raise ValueError(f'seqlens must be lengths, (q, k) pairs or "NxL", got {entry!r}')
     return tuple(segments)
 
 
 def _quotient(value: int, by: int, name: str, by_name: str) -> int:
     if by < 1 or value % by:
-        raise ValueError(f"{name}: {value} is not a multiple of {by_name} ({by})")
+        raise ValueError(f"{name} must be a multiple of {by_name} ({by}), got {value}")
     return value // by

@@ -39,6 +39,8 @@ def bad_input(command: str) -> Iterator[None]:
     except ValueError as error:
         say(f"{command}: {error}", "red", stderr=True)
         raise typer.Exit(2) from None
+    except BrokenPipeError:  # the reader of the output has what it wants, such as `head`
+        raise
     except OSError as error:
         # A rename names the temporary file first.
         name = error.filename2 or error.filename

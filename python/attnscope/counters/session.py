@@ -76,13 +76,14 @@ def collect(
     metrics = METRICS if metrics is None else metrics
     index = torch.cuda.current_device() if device is None else device
     with torch.cuda.device(index):
-        call()
         torch.cuda.synchronize()
         try:
-            collector = native.Collector(_context(), index, list(metrics.values()))
+            collector = native.Collector(_context(), index, list(dict.fromkeys(metrics.values())))
         except RuntimeError as error:
             raise Unavailable(explain(str(error))) from None
         try:
+            call()  # now: a first collector leaves lines in the L2 that a pass would write back
+            torch.cuda.synchronize()
             values = _passes(collector, call, before, torch.cuda.synchronize)
         finally:
             collector.close()

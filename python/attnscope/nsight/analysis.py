@@ -24,7 +24,6 @@ from attnscope.nsight.recording import (
     Array,
     Recording,
     RecordingError,
-    qualified,
 )
 from attnscope.profile.analysis.kernel_names import CATEGORIES, category, short_name
 from attnscope.profile.errors import ProfileError
@@ -99,14 +98,12 @@ class Analysis:
             found[device] = (union(start, end), max(window, 1))
         return found
 
-    def is_within(self, names: Sequence[str]) -> bool:
-        """Whether one of some ranges, each `name` or `name@domain`, is the chosen one."""
+    def is_within(self, names: Sequence[tuple[str, str]]) -> bool:
+        """Whether one of some ranges, each (name, domain), is the chosen one."""
         if self.within is None:
             return True
         name, domain = parse_range(self.within)
-        return any(
-            one == name and domain in (None, where) for one, where in map(parse_range, names)
-        )
+        return any(one == name and domain in (None, where) for one, where in names)
 
     @cached_property
     def stages(self) -> list[Stage]:
@@ -186,10 +183,6 @@ class Analysis:
         if path == NONE:
             return OUTSIDE
         return " / ".join(name for name, _ in self.projection.names_of(path))
-
-    def path_names(self, path: int) -> list[str]:
-        names = self.projection.names_of(path) if path != NONE else ()
-        return [qualified(*name) for name in names]
 
     @once
     def stage_rows(self) -> list[Row]:
@@ -297,22 +290,3 @@ def union(start: Array, end: Array) -> int:
 def _same(what: str, value: int, whole: int) -> None:
     if value != whole:
         raise ProfileError(f"{what} must be {whole} ns, got {value} ns")
-
-
-def top_kernels(recording: Recording, count: int, within: str | None = None) -> list[Row]:
-    """The kernel functions with most time, the longest first: what ncu then profiles.
-
-    `short_name` is nsys' name without template arguments, ncu's `--kernel-name-base function`.
-    Rows have `short_name`, `symbols`, `total_ns`, `count`. Raises as `Analysis`.
-    """
-    of = Analysis(recording, within)
-    keys, group = factorize(of.work["short"][of.is_kernel])
-    total = sums(group, of.duration[of.is_kernel], len(keys)).tolist()
-    counts = np.bincount(group, minlength=len(keys)).tolist()
-    symbols = of.work["name"][of.is_kernel]
-    rows = [
-        {"short_name": recording.name(key), "total_ns": total[at], "count": counts[at]}
-        | {"symbols": [of.names[one] for one in np.unique(symbols[group == at]).tolist()]}
-        for at, key in enumerate(keys.tolist())
-    ]
-    return sorted(rows, key=lambda row: -row["total_ns"])[:count]

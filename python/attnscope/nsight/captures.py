@@ -56,7 +56,7 @@ def _append(one: Recording, two: Recording) -> Recording:
     return Recording(
         path=one.path,
         strings=strings,
-        work=shifted(one.work, renamed(two.work, ("name", "short"))),
+        work=shifted(one.work, renamed(two.work, ("name",))),
         calls=shifted(one.calls, renamed(two.calls, ("name",))),
         ranges=shifted(one.ranges, ranges),
         memory=shifted(one.memory, two.memory),
@@ -64,7 +64,5 @@ def _append(one: Recording, two: Recording) -> Recording:
         registered=np.concatenate([one.registered, two.registered]),
         gpus=one.gpus | two.gpus,
         messages=list(dict.fromkeys([*one.messages, *two.messages])),
-        total_calls=one.total_calls + two.total_calls,
-        open_ranges=one.open_ranges + two.open_ranges,
         breaks=(*one.breaks, int(shift)),
     )

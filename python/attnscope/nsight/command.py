@@ -123,6 +123,8 @@ def nsys_command(
     except ToolError as error:
         say(f"nsys: {error}", "red", stderr=True)
         raise typer.Exit(error.exit_code) from None
+    except BrokenPipeError:
+        raise
     except (ProfileError, ValueError, OSError) as error:
         say(f"nsys: {error}", "red", stderr=True)
         raise typer.Exit(1 if import_ is None else 2) from None

@@ -105,10 +105,9 @@ def table(kernels: Sequence[Kernel], models: Mapping[str, Model]) -> list[dict[s
 def _why_flops(ratio: float, model: Model) -> str:
     if abs(ratio - 1) <= EXACT:
         return "FLOPs equal"
-    if ratio > 1 + MOST_EXTRA:
-        return "extra FLOPs: tiles cut by the mask or the sequence end, or products computed again"
     if ratio > 1:
-        return "extra FLOPs: tiles cut by the mask"
+        again = ", or products computed again" if ratio > 1 + MOST_EXTRA else ""
+        return f"extra FLOPs: parts of tiles that are masked or past the end{again}"
     return "FLOPs missing: products outside tensor cores, or fewer calls profiled than the model's"
 
 

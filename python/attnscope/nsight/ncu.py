@@ -23,6 +23,8 @@ SURVEY_LAUNCHES = 2000  # launches that are listed where a filter matched none
 LISTED = 12  # names in an error
 CACHES, CLOCKS, REPLAYS = ("all", "none"), ("none", "base", "boost"), ("kernel", "application")
 NO_KERNELS = "no kernel matched"
+# Ranges of one thread are around the kernels of all: autograd launches from its own.
+TRACED = ("--target-processes", "all", "--nvtx", "--nvtx-push-pop-scope", "process")
 _SPECIAL = re.compile(r"([\\@,\[\]/*+])")  # of ncu's NVTX expressions
 
 FAILURES = (
@@ -160,7 +162,7 @@ def _escape(text: str) -> str:
 def profile_step(settings: Settings, ncu: str, folder: Path, chip: str | None) -> Step:
     """The command that profiles the program and writes the report."""
     keys = keys_of(settings.sets)
-    argv = [ncu, "--target-processes", "all", "--nvtx", *_filters(settings)]
+    argv = [ncu, *TRACED, *_filters(settings)]
     argv += ["--cache-control", settings.cache, "--clock-control", settings.clock]
     argv += ["--replay-mode", settings.replay]
     argv += ["--set", "full"] if FULL in settings.sets else []
@@ -190,7 +192,7 @@ def _environment(settings: Settings, folder: Path) -> dict[str, str]:
 def survey_step(settings: Settings, ncu: str, folder: Path) -> Step:
     """The command that lists the first launches, with their ranges and without counters."""
     log = folder / "survey.csv"
-    argv = [ncu, "--target-processes", "all", "--nvtx", "--metrics", "launch__grid_size"]
+    argv = [ncu, *TRACED, "--metrics", "launch__grid_size"]
     argv += ["--launch-count", str(SURVEY_LAUNCHES), "--csv", "--page", "raw"]
     argv += ["--print-kernel-base", "mangled"]
     argv += ["--log-file", str(log), *settings.program()]

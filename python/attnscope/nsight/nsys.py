@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from attnscope.common.console import say
 from attnscope.nsight.captures import merge
-from attnscope.nsight.projection import no_such_range, parse_range
+from attnscope.nsight.projection import matches, no_such_range, parse_range
 from attnscope.nsight.recording import KERNEL, Recording, read_recording
 from attnscope.nsight.stats_csv import read_summary, reports_of
 from attnscope.nsight.tool import (
@@ -30,7 +28,6 @@ from attnscope.nsight.tool import (
 
 REPORT = "report"  # stem of the report in the folder of a run
 REGISTER_ONLY = "NSYS_NVTX_PROFILER_REGISTER_ONLY"
-GATES = ("none", "range", "cuda")
 TRACES = (
     "cuda", "cuda-hw", "nvtx", "osrt", "cublas", "cublas-verbose", "cudnn", "cusolver",
     "cusolver-verbose", "cusparse", "cusparse-verbose", "mpi", "oshmem", "ucx", "openacc", "openmp",
@@ -78,7 +75,7 @@ class NsysSettings:
         command: the program and its arguments.
         range: NVTX range that starts and ends the recording: name, name@domain or name@*.
         captures: how many such ranges are recorded.
-        gate: "none", "range", or "cuda" (cudaProfilerStart and cudaProfilerStop).
+        gate: "cuda" records between cudaProfilerStart and cudaProfilerStop.
         trace: what is traced, with commas.
         sample: "none" or "cpu".
         cuda_memory_usage: record allocations of device memory.
@@ -92,7 +89,7 @@ class NsysSettings:
     command: list[str] = field(default_factory=list)
     range: str | None = None
     captures: int = 1
-    gate: str = "none"
+    gate: str | None = None
     trace: str = "cuda,nvtx"
     sample: str = "none"
     cuda_memory_usage: bool = False
@@ -103,14 +100,12 @@ class NsysSettings:
     nsys_args: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.gate not in GATES:
-            raise ValueError(f"gate must be one of {', '.join(GATES)}, got {self.gate!r}")
+        if self.gate not in (None, "cuda"):
+            raise ValueError(f"gate must be cuda or left out, got {self.gate!r}")
         if self.range is not None:
             parse_range(self.range)
-        if self.gate == "range" and self.range is None:
-            raise ValueError("gate must come with a range, got gate 'range' alone. Give --range")
-        if self.gate == "cuda" and self.range is not None:
-            raise ValueError(f"gate must be range or left out with a range, got {self.gate!r}")
+        if self.gate is not None and self.range is not None:
+            raise ValueError(f"gate must be left out with a range, got {self.gate!r}")
         if self.captures < 1 or (self.captures > 1 and not self.gated):
             raise ValueError(f"captures must be 1, or more with a gate, got {self.captures}")
         unknown = [one for one in self.traces if one not in TRACES]
@@ -130,7 +125,7 @@ class NsysSettings:
 
     @property
     def gated(self) -> bool:
-        return self.range is not None or self.gate == "cuda"
+        return self.range is not None or self.gate is not None
 
 
 def profile_step(
@@ -282,17 +277,6 @@ def _probe(session: Session, settings: NsysSettings, folder: Path, nsys: str) ->
             message += f". The program ended with exit code {done.code}"
         raise ValueError(message)
     return int(chosen.sum()), bool(found.registered[chosen].all())
-
-
-def matches(recording: Recording, text: str) -> np.ndarray:
-    """Mask of the ranges that nsys would take for `text`: exact names only."""
-    name, domain = parse_range(text)
-    texts, ranges = recording.texts, recording.ranges
-    wanted = [at for at, one in enumerate(texts) if one == name]
-    chosen = np.isin(ranges["name"], wanted)
-    if domain is not None:
-        chosen &= np.isin(ranges["domain"], [at for at, one in enumerate(texts) if one == domain])
-    return chosen
 
 
 def _gate_error(error: ToolError, settings: NsysSettings, done: Sequence[Done]) -> ToolError:

@@ -31,7 +31,6 @@ from attnscope.nsight.recording import (
     START_END,
     Array,
     Recording,
-    qualified,
 )
 
 _AUTOGRAD = re.compile(r", (seq|op_id|sizes|input_op_ids) = ")
@@ -43,8 +42,7 @@ class Stage:
     """The GPU work of one path of ranges on one device; nanoseconds.
 
     Attributes:
-        path: names from the outermost range to this one.
-        names: the same, each as `name` or `name@domain`.
+        names: (name, domain) of each range from the outermost to this one.
         count: how many such ranges there are.
         wall: their duration on the CPU.
         total, own: kernels launched inside, and those in no narrower range.
@@ -55,8 +53,7 @@ class Stage:
         process_wide: a start/end range: it has the work of every thread of its process.
     """
 
-    path: tuple[str, ...]
-    names: tuple[str, ...]
+    names: tuple[tuple[str, str], ...]
     device: int
     count: int
     wall: int
@@ -67,6 +64,10 @@ class Stage:
     copies: int
     kernels: int
     process_wide: bool = False
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.names)
 
     @property
     def idle(self) -> int:
@@ -84,6 +85,18 @@ def parse_range(text: str) -> tuple[str, str | None]:
         raise ValueError(f"range must be name, name@domain or name@*, got {text!r}")
     plain = name.replace(r"\@", "@")
     return plain, "" if domain is None else None if domain == "*" else domain
+
+
+def matches(recording: Recording, text: str, plain: Array | None = None) -> Array:
+    """Mask of the ranges that `text` names (see `parse_range`). `plain`: for each text, the number
+    of the name that counts; left out, names count unchanged, as for nsys."""
+    name, domain = parse_range(text)
+    texts, ranges = recording.texts, recording.ranges
+    if name not in texts or (domain is not None and domain not in texts):
+        return np.zeros(len(ranges["name"]), bool)
+    names = ranges["name"] if plain is None else plain[ranges["name"]]
+    chosen = names == texts.index(name)
+    return chosen if domain is None else chosen & (ranges["domain"] == texts.index(domain))
 
 
 class Projection:
@@ -170,12 +183,6 @@ class Projection:
             found.append((self.recording.texts[name], self.recording.texts[domain]))
         return tuple(reversed(found))
 
-    def label(self, inner: int) -> str:
-        """The path of a range as one text, "" for NONE."""
-        if inner == NONE:
-            return ""
-        return " / ".join(name for name, _ in self.names_of(int(self.path[inner])))
-
     @cached_property
     def levels(self) -> list[tuple[Array, Array]]:
         """For each depth, the work that has ranges that deep, and its range at this depth."""
@@ -196,8 +203,7 @@ class Projection:
 
         Raises ValueError where no range has this name, with the ranges there are.
         """
-        name, domain = parse_range(text)
-        chosen = self.chosen_ranges(name, domain)
+        chosen = matches(self.recording, text, self._plain)
         if not chosen.any():
             raise ValueError(no_such_range(text, self.recording.range_names()))
         found = np.full(len(self.inner), NONE, np.int64)
@@ -207,16 +213,6 @@ class Projection:
         for one, at in self._wide(np.flatnonzero(chosen)):
             found[at[found[at] == NONE]] = one
         return found
-
-    def chosen_ranges(self, name: str, domain: str | None) -> Array:
-        """Mask of the ranges with a name, in a domain ("": the default one, None: any)."""
-        ranges, texts = self.recording.ranges, self.recording.texts
-        if name not in texts or (domain is not None and domain not in texts):
-            return np.zeros(len(ranges["name"]), bool)
-        chosen = self._plain[ranges["name"]] == texts.index(name)
-        if domain is not None:
-            chosen &= ranges["domain"] == texts.index(domain)
-        return chosen
 
     def stages(self, mask: Array | None = None) -> list[Stage]:
         """Every path of ranges with GPU work, by GPU time; work outside `mask` does not count."""
@@ -250,10 +246,8 @@ class Projection:
             span = self._spans(at, around, group, size, devices)
             for number, one in enumerate(keys.tolist()):
                 path, device = divmod(one, devices)
-                names = self.names_of(path)
                 yield Stage(
-                    tuple(name for name, _ in names),
-                    tuple(qualified(*name) for name in names),
+                    self.names_of(path),
                     device,
                     int(counts[path]),
                     int(wall[path]),
@@ -305,8 +299,7 @@ class Projection:
             duration = work["end"][at] - work["start"][at]
             own = int((duration * kernel).sum())
             yield Stage(
-                (texts[name],),
-                (qualified(texts[name], texts[domain]),),
+                ((texts[name], texts[domain]),),
                 device,
                 len({one for one, _ in members}),
                 sum(int(ranges["end"][one] - ranges["start"][one]) for one, _ in members),

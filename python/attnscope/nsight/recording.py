@@ -55,9 +55,8 @@ class Recording:
 
     Attributes:
         work: kernels, copies and fills, by start: `start end device stream pid correlation name
-            short kind bytes copy_kind src_kind dst_kind graph`. `name` (mangled where the report
-            has that) and `short` are keys of `strings`; `graph` is the node of a CUDA graph, or
-            UNKNOWN.
+            kind bytes copy_kind src_kind dst_kind`. `name` (mangled where the report has that) is
+            a key of `strings`.
         calls: launches, synchronisations and allocations, by start: `start end tid correlation
             name`.
         memory: allocations and releases of memory, where they were recorded, by start: `start
@@ -67,8 +66,6 @@ class Recording:
         registered: whether the name of each range is a registered string.
         gpus: name of each device.
         messages: errors and warnings of nsys itself.
-        total_calls: API calls in the report, all of them.
-        open_ranges: ranges that had not ended with the recording.
         breaks: times between captures that were joined.
     """
 
@@ -82,8 +79,6 @@ class Recording:
     registered: Array
     gpus: dict[int, str] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
-    total_calls: int = 0
-    open_ranges: int = 0
     breaks: tuple[int, ...] = ()
 
     @property
@@ -146,7 +141,7 @@ def read_recording(path: Path) -> Recording:
             work = pool.submit(_with_reader, path, _Reader.work)
             calls = pool.submit(_with_reader, path, _Reader.calls)
             rest = _with_reader(path, _Reader.rest)
-            found = Recording(path, work=work.result(), **calls.result(), **rest)
+            found = Recording(path, work=work.result(), calls=calls.result(), **rest)
         users = set(np.unique(found.calls["tid"] // PROCESS).tolist())
         found.messages = _with_reader(path, lambda reader: reader.messages(users))
         return found
@@ -178,10 +173,10 @@ class _Reader:
     def rest(self) -> dict[str, Any]:
         """Ranges, names of GPUs, messages, strings."""
         strings = self.strings()
-        ranges, texts, registered, open_ranges = self._ranges(strings)
+        ranges, texts, registered = self._ranges(strings)
         return {
             "strings": strings, "ranges": ranges, "texts": texts, "registered": registered,
-            "open_ranges": open_ranges, "gpus": self._gpus(), "memory": self._memory(),
+            "gpus": self._gpus(), "memory": self._memory(),
         }  # fmt: skip
 
     def columns(
@@ -228,14 +223,11 @@ class _Reader:
     def work(self) -> Columns:
         """Kernels, copies and fills."""
         common = ("start", "end", "deviceId", "streamId", "correlationId", "globalPid")
-        named = ("demangledName", "shortName")
-        more = ("mangledName", "graphNodeId")
         copied = ("copyKind", "srcKind", "dstKind")
-        kernels = self.columns("CUPTI_ACTIVITY_KIND_KERNEL", (*common, *named), more)
-        copies = self.columns(
-            "CUPTI_ACTIVITY_KIND_MEMCPY", (*common, "bytes"), (*copied, "graphNodeId")
-        )
-        fills = self.columns("CUPTI_ACTIVITY_KIND_MEMSET", (*common, "bytes"), ("graphNodeId",))
+        names = (*common, "demangledName")
+        kernels = self.columns("CUPTI_ACTIVITY_KIND_KERNEL", names, ("mangledName",))
+        copies = self.columns("CUPTI_ACTIVITY_KIND_MEMCPY", (*common, "bytes"), copied)
+        fills = self.columns("CUPTI_ACTIVITY_KIND_MEMSET", (*common, "bytes"))
         # nsys writes template arguments as "(int)4"; from the mangled name they are as in PyTorch.
         mangled = kernels.pop("mangledName")
         kernels["demangledName"] = np.where(mangled == UNKNOWN, kernels["demangledName"], mangled)
@@ -244,8 +236,7 @@ class _Reader:
         renamed = {
             "start": "start", "end": "end", "device": "deviceId", "stream": "streamId",
             "pid": "globalPid", "correlation": "correlationId", "name": "demangledName",
-            "short": "shortName", "bytes": "bytes", "copy_kind": "copyKind",
-            "src_kind": "srcKind", "dst_kind": "dstKind", "graph": "graphNodeId",
+            "bytes": "bytes", "copy_kind": "copyKind", "src_kind": "srcKind", "dst_kind": "dstKind",
         }  # fmt: skip
         found = {
             new: np.concatenate(
@@ -260,7 +251,7 @@ class _Reader:
         order = np.argsort(found["start"], kind="stable")
         return {name: values[order] for name, values in found.items()}
 
-    def calls(self) -> dict[str, Any]:
+    def calls(self) -> Columns:
         """Calls that matter here; most of the others ask for attributes."""
         table = "CUPTI_ACTIVITY_KIND_RUNTIME"
         names = ("start", "end", "globalTid", "correlationId", "nameId")
@@ -271,16 +262,12 @@ class _Reader:
                 pattern.search(name) for pattern in (_LAUNCH, _SYNC, _ALLOCATE)
             ):
                 wanted.append(str(key))
-        total = 0
-        if table in self.tables:
-            (total,) = self.db.execute(f"SELECT count(*) FROM {table}").fetchone()
         found = self.columns(table, names, where=f"nameId IN ({','.join(wanted) or 'NULL'})")
         order = np.argsort(found["start"], kind="stable")
         renamed = zip(("start", "end", "tid", "correlation", "name"), names, strict=True)
-        calls = {new: found[old][order] for new, old in renamed}
-        return {"calls": calls, "total_calls": total}
+        return {new: found[old][order] for new, old in renamed}
 
-    def _ranges(self, strings: dict[int, str]) -> tuple[Columns, list[str], Array, int]:
+    def _ranges(self, strings: dict[int, str]) -> tuple[Columns, list[str], Array]:
         """NVTX ranges; one that is still open at the end of the recording ends with it."""
         table = "NVTX_EVENTS"
         where = f"eventType IN ({PUSH_POP}, {START_END})"
@@ -313,13 +300,12 @@ class _Reader:
         numbers = np.array([number(domains.get(int(key))) for key in keys], np.int64)
         domain = numbers[np.searchsorted(keys, raw["domainId"])] if len(keys) else raw["domainId"]
         last = max(raw["end"].max(initial=0), raw["start"].max(initial=0))
-        still_open = raw["end"] == UNKNOWN
-        end = np.where(still_open, last, raw["end"])
+        end = np.where(raw["end"] == UNKNOWN, last, raw["end"])
         columns = {
             "start": raw["start"], "end": end, "tid": raw["globalTid"], "name": name,
             "domain": domain, "kind": raw["eventType"],
         }  # fmt: skip
-        return columns, texts, registered, int(still_open.sum())
+        return columns, texts, registered
 
     def _domains(self, strings: dict[int, str]) -> dict[int, str]:
         """Names of NVTX domains by id; the default domain has none."""

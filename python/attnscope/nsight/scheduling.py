@@ -99,7 +99,7 @@ def allocation_rows(of: Analysis) -> list[Row]:
         | {"count": int(count[at]), "total ms": int(total[at]) / 1e6}
         | {"longest us": int(longest[at]) / 1e3}
         for at, one in enumerate(first.tolist())
-        if of.is_within(of.path_names(int(path[one])))
+        if of.is_within(of.projection.names_of(int(path[one])))
     ]
     return sorted(rows, key=lambda row: (row["range"] == OUTSIDE, -row["total ms"]))
 

@@ -30,7 +30,7 @@ def choose(path: Path, count: int, range_: str | None = None) -> list[Chosen]:
     if record.suffix == ".json" and record.is_file():
         rows = _from_profile(record, range_)
     else:
-        rows = _from_nsys(path, count, range_)
+        rows = _from_nsys(path, range_)
     totals: dict[str, list[float]] = {}
     for name, total, calls in rows:
         sums = totals.setdefault(name, [0.0, 0])
@@ -62,14 +62,16 @@ def _inside(range_: str, path: str | None) -> bool:
     return range_.partition("@")[0] in re.split(r"\s*[/,]\s*", path or "")
 
 
-def _from_nsys(path: Path, count: int, range_: str | None) -> list[tuple[str, float, int]]:
-    from attnscope.nsight.analysis import top_kernels
+def _from_nsys(path: Path, range_: str | None) -> list[tuple[str, float, int]]:
+    from attnscope.nsight.analysis import Analysis
     from attnscope.nsight.nsys import import_report
 
     reports = [path / f"report{suffix}" for suffix in (".sqlite", ".nsys-rep")]
     report = next((one for one in reports if one.is_file()), path)
-    rows = top_kernels(import_report(report), count, range_)
-    return [(row["short_name"], row["total_ns"] * 1e-3, row["count"]) for row in rows]
+    rows = Analysis(import_report(report), range_).kernel_rows()
+    return [
+        (Kernel(0, row["symbol"]).function, row["total ms"] * 1e3, row["count"]) for row in rows
+    ]
 
 
 def pattern(chosen: list[Chosen]) -> str:

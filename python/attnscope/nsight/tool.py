@@ -7,6 +7,7 @@ A session is a list of steps. The plan can be printed without running it. Each r
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import json
 import os
@@ -33,6 +34,8 @@ from attnscope.common.tools import TOOLS, find_tool
 TAIL_LINES = 6  # lines of a log that an error quotes
 PROGRESS = re.compile(r"(\[\d+/\d+\] |Processing \d+ events: )\[[= ]*\d+%")  # a bar of nsys
 GRACE_S = 30.0  # for a tool to write its report after an interrupt
+PR_SET_PDEATHSIG = 1  # of prctl
+_LIBC = ctypes.CDLL(None)
 PACKAGES = ("attnscope", "torch", "triton", "nvtx", "numpy")
 
 
@@ -311,8 +314,10 @@ def _copy(pipe: IO[str], path: Path, into: list[str], echo: bool) -> None:
 
 
 def _interruptible() -> None:
-    """A child of a process that ignores SIGINT (`nohup ... &`) would ignore it too."""
+    """A child of a process that ignores SIGINT (`nohup ... &`) would ignore it too. The kernel
+    sends it if this process is killed: a tool left behind would keep the GPU's counters."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGINT)
 
 
 def _interrupt(process: subprocess.Popen[str]) -> None:

@@ -91,12 +91,9 @@ def profile_command(
             if how.output is not None:
                 make_folder(how.output)
             options: dict[str, Any] = {
-                "shapes": shapes,
-                "stacks": stacks,
-                "memory": memory,
-                "steps": window,
+                "shapes": shapes, "stacks": stacks, "memory": memory, "steps": window,
                 "step_range": step_range,
-            }
+            }  # fmt: skip
             children = child_seconds()
             with nullcontext() if form == "text" else redirect_stdout(sys.stderr):
                 found, code = _record(run, options)
@@ -107,6 +104,8 @@ def profile_command(
         try:
             over = show_rank(found, how, rank) if rank else show(found, how)
             code = code or over
+        except BrokenPipeError:
+            raise
         except (ProfileError, OSError) as error:
             if isinstance(error, ProfileError) and form == "text":
                 print_lint(found.lint, lost=True)

@@ -220,7 +220,7 @@ def _backward(
     if cu_seqlens_q is None and cu_seqlens_k is None:
         return _blocked_backward(fn, dtype, inputs, options)
     if cu_seqlens_q is None or cu_seqlens_k is None:
-        raise ValueError("cu_seqlens_q, cu_seqlens_k: give both or neither")
+        raise ValueError("cu_seqlens_q and cu_seqlens_k must be given together, got one")
     q, k, v, dout, dlse = inputs
     dq, dk, dv = (torch.zeros(t.shape, dtype=dtype, device=q.device) for t in (q, k, v))
     of_q, of_k = segments(cu_seqlens_q, q.shape[0]), segments(cu_seqlens_k, k.shape[0])

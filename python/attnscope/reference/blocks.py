@@ -48,7 +48,7 @@ def make_options(
 ) -> Options:
     left, right = window
     if left < -1 or right < -1:
-        raise ValueError(f"window is {window}; allowed: -1 (unbounded) or more on either side")
+        raise ValueError(f"window must be -1 (unbounded) or more on either side, got {window}")
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     return Options(left, 0 if causal else right, scale, softcap)
 

@@ -177,7 +177,9 @@ def _attention(
         rows = torch.arange(q.shape[1]) if rows is None else rows.cpu()
         return _blocked(fn, dtype, q, k, v, options, rows)
     if rows is not None:
-        raise ValueError("rows: only for dense tensors; slice the segment out of a packed batch")
+        raise ValueError(
+            "rows must be None for a packed batch, got a tensor. Slice the segment out"
+        )
 
     def whole(qs: Tensor, ks: Tensor, vs: Tensor, opts: Options) -> tuple[Tensor, Tensor]:
         return _blocked(fn, dtype, qs, ks, vs, opts, torch.arange(qs.shape[1]))
@@ -196,7 +198,7 @@ def _packed(
     options: Options,
 ) -> tuple[Tensor, Tensor]:
     if cu_seqlens_q is None or cu_seqlens_k is None:
-        raise ValueError("cu_seqlens_q, cu_seqlens_k: give both or neither")
+        raise ValueError("cu_seqlens_q and cu_seqlens_k must be given together, got one")
     tokens, heads, _ = q.shape
     lse_dtype = torch.promote_types(dtype, torch.float32)
     out = torch.zeros(tokens, heads, v.shape[2], dtype=dtype, device=q.device)

@@ -12,6 +12,7 @@ import typer
 
 from attnscope.common.console import say
 from attnscope.common.options import make_folder
+from attnscope.nsight.output import TERMINAL, show
 from attnscope.profile.errors import ProfileError
 
 if TYPE_CHECKING:
@@ -70,27 +71,27 @@ def origin(env: Mapping[str, Any]) -> str:
 
 
 def progress(name: Callable[[Row], str]) -> Callable[[Row], None]:
-    """Return a function that prints a record's status and the seconds since now."""
+    """Return a function that prints to stderr a record's status and the seconds since now."""
     started = time.perf_counter()
 
-    def show(record: Row) -> None:
+    def show_record(record: Row) -> None:
         why = f": {record['reason']}" if record["reason"] else ""
         seconds = time.perf_counter() - started
-        say(f"{seconds:6.1f} s  {name(record)}: {record['status']}{why}")
+        say(f"{seconds:6.1f} s  {name(record)}: {record['status']}{why}", stderr=True)
 
-    return show
+    return show_record
 
 
-def finish(command: str, report: Callable[[], Document], stem: Path) -> None:
-    """Show a report and write it beside its records; exit code 1 if it contradicts itself, 2 if it
+def finish(command: str, report: Callable[[], Document], stem: Path, form: str = TERMINAL) -> None:
+    """Write a report beside its records, and show it; exit code 1 if it contradicts itself, 2 if it
     cannot be written."""
     try:
         document = report()
     except (ProfileError, ValueError) as error:
         say(f"{command}: {error}", "red", stderr=True)
         raise typer.Exit(1) from None
-    document.print()
     with bad_output(command, stem.parent):
         document.write_markdown(stem.with_suffix(".md"))
         document.write_html(stem.with_suffix(".html"))
-    say(f"wrote {stem}.json, .md and .html")
+    show(document, form)
+    say(f"wrote {stem}.json, .md and .html", stderr=form != TERMINAL)

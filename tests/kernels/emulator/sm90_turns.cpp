@@ -87,7 +87,7 @@ const char* check_all(const Call& c) {
   const int heads = c.batch * c.heads_kv;
   for (const int section : {1, 2, heads}) {
     if (section > heads) continue;
-    const char* wrong = check<TileConfig<128, 128, 2>>(c, section);
+    const char* wrong = check<TileConfig<64, 192, 3>>(c, section);
     if (wrong == nullptr) wrong = check<TileConfig<64, 128, 2>>(c, section);
     if (wrong != nullptr) return wrong;
   }

@@ -13,7 +13,7 @@ _PREFIX = "nvmlClocksEventReason"
 
 
 class Nvml:
-    """Readings of one device; `reason` says why there are none (None: there are)."""
+    """Readings of one device; `reason`: why there are none, or None."""
 
     def __init__(self, device: torch.device) -> None:
         self.reason: str | None = None

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
-from attnscope.studies.records import GpuWork, Number, Row, Size, Status, load
+from attnscope.studies.records import Count, GpuWork, Number, Row, Size, Status, load
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +49,46 @@ class Attempt:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Operator:
+    """A row of the profile's table of operators, in microseconds of all passes."""
+
+    name: str
+    calls: Count
+    self_gpu_us: Number
+    gpu_us: Number
+    tflops: Number | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Symbol:
+    """A row of its table of kernels."""
+
+    kernel: str
+    symbol: str
+    calls: Count
+    total_us: Number
+    mean_us: Number | None
+    op: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A row of its table of stages."""
+
+    range: str
+    path: str
+    depth: Count
+    calls: Count
+    wall_us: Number
+    gpu_us: Number
+    gpu_self_us: Number
+    kernels: Count
+
+
+@dataclass(frozen=True, kw_only=True)
 class TimedAttempt(Attempt):
-    """With the times of passes: `wall_ms` without the profiler. The three tables are the profile's,
-    as rows. `no_kernels` is a reason."""
+    """With the times of passes: `wall_ms` without the profiler, and tables of the profile.
+    `no_kernels` is a reason."""
 
     wall_ms: list[Number]
     peak_memory_gib: Number | None
@@ -60,9 +96,9 @@ class TimedAttempt(Attempt):
     attribution: str
     no_kernels: str | None
     sm_clock_mhz: Number | None
-    operators: list[dict[str, Any]]
-    symbols: list[dict[str, Any]]
-    stages: list[dict[str, Any]]
+    operators: list[Operator]
+    symbols: list[Symbol]
+    stages: list[Stage]
 
     @property
     def wall(self) -> float:

@@ -187,43 +187,43 @@ def _details(record: ProfiledAttempt) -> Iterator[Section]:
     whole, line, label = record.total_us, record.attribution, record.label
     stages = [
         {
-            "range": "\N{NO-BREAK SPACE}" * 3 * row["depth"] + row["range"],
-            "path": row["path"],
-            "calls": _each(row["calls"]),
-            "CPU ms": _ms(row["wall_us"]),
-            "GPU ms": _ms(row["gpu_us"]),
-            "own GPU ms": _ms(row["gpu_self_us"]),
-            "share %": 100 * row["gpu_us"] / whole,
-            "kernels": _each(row["kernels"]),
+            "range": "\N{NO-BREAK SPACE}" * 3 * row.depth + row.range,
+            "path": row.path,
+            "calls": _each(row.calls),
+            "CPU ms": _ms(row.wall_us),
+            "GPU ms": _ms(row.gpu_us),
+            "own GPU ms": _ms(row.gpu_self_us),
+            "share %": 100 * row.gpu_us / whole,
+            "kernels": _each(row.kernels),
         }
         for row in record.stages
     ]
     text = f"All {PASSES} passes: {line}."
     yield Section(f"{label}: stages", text, stages, hover={"range": "path"})
-    own = [row for row in record.operators if row["self_gpu_us"]]
+    own = [row for row in record.operators if row.self_gpu_us]
     operators = [
         {
-            "op": row["name"].replace(ENGINE, "engine: "),
-            "calls": _each(row["calls"]),
-            "own GPU ms": _ms(row["self_gpu_us"]),
-            "share %": 100 * row["self_gpu_us"] / whole,
-            "GPU ms": _ms(row["gpu_us"]),
-            "TFLOP/s": row["tflops"],
+            "op": row.name.replace(ENGINE, "engine: "),
+            "calls": _each(row.calls),
+            "own GPU ms": _ms(row.self_gpu_us),
+            "share %": 100 * row.self_gpu_us / whole,
+            "GPU ms": _ms(row.gpu_us),
+            "TFLOP/s": row.tflops,
         }
-        for row in sorted(own, key=lambda row: -row["self_gpu_us"])[:TOP]
+        for row in sorted(own, key=lambda row: -row.self_gpu_us)[:TOP]
     ]
     text = "By the time of kernels that an op launched itself; these add up to all kernels."
     yield Section(f"{label}: ops", text, operators, notes=_more(len(own), "ops"))
     symbols = [
         {
-            "kernel": row["kernel"],
-            "symbol": row["symbol"],
-            "category": category(row["symbol"]),
-            "calls": _each(row["calls"]),
-            "GPU ms": _ms(row["total_us"]),
-            "share %": 100 * row["total_us"] / whole,
-            "mean us": row["mean_us"],
-            "op": row["op"],
+            "kernel": row.kernel,
+            "symbol": row.symbol,
+            "category": category(row.symbol),
+            "calls": _each(row.calls),
+            "GPU ms": _ms(row.total_us),
+            "share %": 100 * row.total_us / whole,
+            "mean us": row.mean_us,
+            "op": row.op,
         }
         for row in record.symbols[:TOP]
     ]

@@ -9,6 +9,7 @@ import typer
 
 from attnscope.common.console import say
 from attnscope.common.options import Device, bad_input, integers, pick_device, split
+from attnscope.nsight.output import TERMINAL, AsJson, Form, form_of
 from attnscope.studies.lm.model import PRECISIONS, SIZES, TINY, model_config
 from attnscope.studies.outputs import Output, bad_output, finish, progress, start
 
@@ -49,6 +50,8 @@ def lm_command(
     ] = False,
     timeout: Timeout = 600.0,
     device: Device = None,
+    form: Form = TERMINAL,
+    as_json: AsJson = False,
 ) -> None:
     """Profile training steps of transformer language models, and write the report.
 
@@ -59,6 +62,7 @@ def lm_command(
         from attnscope.bench.impls import resolve
         from attnscope.studies.lm.run import Run
 
+        chosen = form_of(form, as_json)
         if precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
         where = str(pick_device(device))
@@ -81,12 +85,12 @@ def lm_command(
     if nsys:
         from attnscope.studies.lm.nsys_report import record_and_report
 
-        return record_and_report(runs, output, timeout)
+        return record_and_report(runs, output, timeout, chosen)
     from attnscope.studies.lm.records import read_models
     from attnscope.studies.lm.report import model_report
 
     results = _measure(runs, output / "lm", timeout, where, resume)
-    finish("profile_model", lambda: model_report(results.rows, results.env), output / "lm")
+    finish("profile_model", lambda: model_report(results.rows, results.env), output / "lm", chosen)
     statuses = {record.status for record in read_models(results.rows)}
     if "refused" in statuses or "ok" not in statuses:
         raise typer.Exit(1)
@@ -97,7 +101,9 @@ def pair_command(
     context: Annotated[int, typer.Option(min=1, help="Context length.")] = 512,
     impl: Annotated[str, typer.Option(help="Attention of the optimised loop.")] = "sdpa-flash",
     batch: Annotated[int, typer.Option(min=1, help="Sequences a step of the plain loop.")] = 4,
-    larger_batch: Annotated[int, typer.Option(min=1, help="Of the optimised one.")] = 32,
+    larger_batch: Annotated[
+        int, typer.Option(min=1, help="Sequences a step of the optimised loop.")
+    ] = 32,
     output: Output = Path("pair_report"),
     timeout: Timeout = 600.0,
     device: Device = None,

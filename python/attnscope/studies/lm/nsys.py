@@ -108,16 +108,20 @@ def read_folder(folder: Path, profiled: Sequence[Row] = ()) -> tuple[list[Row], 
         if row["status"] == "ok":
             try:
                 if report is None:
-                    raise ValueError(f"{name} has no report.sqlite and no report.nsys-rep")
+                    raise ValueError(
+                        f"{name} must have report.sqlite or report.nsys-rep, got neither"
+                    )
                 recording = import_report(report)
                 step = Step(recording)
                 row |= asdict(step.work(_flops(row, profiled)))
                 row |= {"no_kernels": None} | (step.walls() if "wall_ms" not in row else {})
-                env = {"gpu": ", ".join(recording.gpus.values()), **_versions(report)}
+                used = [recording.gpus.get(one, "") for one in step.of.devices]
+                env = {"gpu": ", ".join(used), **_versions(report)}
             except (ValueError, ToolError) as error:
                 row |= {"status": "failed", "reason": str(error).splitlines()[0]}
         rows.append(row)
-    return rows, env
+    sizes = [*SIZES, TINY]
+    return sorted(rows, key=lambda row: (sizes.index(row["model"]), row["context"])), env
 
 
 def _reports(folder: Path) -> Iterator[tuple[str, Path | None, Path | None]]:
@@ -137,7 +141,7 @@ def _reports(folder: Path) -> Iterator[tuple[str, Path | None, Path | None]]:
 
 
 def _configuration(name: str, about: Path | None) -> Row:
-    """The record beside a report, or what its name says."""
+    """The record beside a report, or what its name contains."""
     if about is not None:
         return json.loads(about.read_text())
     match = NAME.fullmatch(name)
@@ -161,12 +165,13 @@ def _flops(row: Row, profiled: Sequence[Row]) -> Row:
 
 
 def _versions(report: Path) -> dict[str, Any]:
-    path = report.with_name("versions.json")
-    if not path.is_file():
+    """What `attnscope nsys` wrote beside its report: versions, and when the run started."""
+    path, commands = report.with_name("versions.json"), report.with_name("commands.json")
+    if not (path.is_file() and commands.is_file()):
         return {}
-    found = json.loads(path.read_text())
+    found, started = json.loads(path.read_text()), json.loads(commands.read_text())["started"]
     nsys = found["tools"].get("nsys", {}).get("version")
-    return {"torch": found["packages"].get("torch"), "nsys": nsys, "time": None}
+    return {"torch": found["packages"].get("torch"), "nsys": nsys, "time": started}
 
 
 class Step:
@@ -190,7 +195,9 @@ class Step:
         kernels = np.flatnonzero(of.is_kernel)
         places = self.places
         if not any(phase in PHASES for phase, _ in places):
-            raise ValueError(f"{of.recording.path}: no kernel in a range {', '.join(PHASES)}")
+            raise ValueError(
+                f"{of.recording.path} must have kernels in {', '.join(PHASES)}, got none"
+            )
         calls: Counter[tuple[Any, ...]] = Counter()
         times: Counter[tuple[Any, ...]] = Counter()
         for at in kernels.tolist():

@@ -11,7 +11,7 @@ import typer
 from attnscope.common.console import say
 from attnscope.common.options import bad_input, make_folder
 from attnscope.common.results import Results, read_record
-from attnscope.nsight.output import MARKDOWN, TERMINAL, AsJson, Form, form_of, show
+from attnscope.nsight.output import TERMINAL, AsJson, Form, form_of, show
 from attnscope.nsight.tool import ToolError
 from attnscope.profile.render.document import Document, Section
 from attnscope.studies.lm.nsys import compare_rows, read_folder, record_all
@@ -30,7 +30,8 @@ def nsys_document(
     document = model_report(rows, env)
     document.title = "Where the time of a training step goes, by nsys"
     document.lead = [
-        f"{env.get('gpu')}, torch {env.get('torch')}, nsys {env.get('nsys')}",
+        f"{env.get('gpu')}, torch {env.get('torch')}, nsys {env.get('nsys')}"
+        + (f", {env['time']}" if env.get("time") else ""),
         "GPU time is the sum of kernel durations in one step that nsys recorded; copies are apart. "
         "The wall clock is the median of steps of the same process before the recording began.",
         "Kernels belong to the NVTX range that was open at their launch; backward kernels belong "
@@ -39,7 +40,9 @@ def nsys_document(
     if both := compare_rows(rows, profiled):
         far = sum(row["difference"] is not None for row in both)
         text = "The same configurations in another process under PyTorch's profiler. "
-        text += f"{len(both) - far} of {len(both)} phases agree within 0.5 %."
+        same = sum(row["nsys kernels"] == row["profiler kernels"] for row in both)
+        text += f"{same} of {len(both)} phases have as many kernels, "
+        text += f"{len(both) - far} agree within 0.5 %."
         document.sections.append(Section("Beside PyTorch's profiler", text, both))
     return document
 
@@ -66,13 +69,14 @@ def analyze_command(
             raise ValueError(f"folder must be a folder of reports, got {folder}")
         document = write_report(folder, folder / STEM, profiled or folder.parent / "lm.json")
     show(document, chosen)
+    say(f"wrote {folder / STEM}.json, .md and .html", stderr=chosen != TERMINAL)
     if not _has_kernels(document):
         raise typer.Exit(1)
-    if chosen in (TERMINAL, MARKDOWN):
-        say(f"wrote {folder / STEM}.json, .md and .html", stderr=chosen == MARKDOWN)
 
 
-def record_and_report(runs: Sequence[Run], output: Path, timeout_s: float) -> None:
+def record_and_report(
+    runs: Sequence[Run], output: Path, timeout_s: float, form: str = TERMINAL
+) -> None:
     """Record configurations under nsys, and write `lm-nsys` in the output folder, beside `lm` of
     PyTorch's profiler. Exit codes: 1 no configuration could be recorded, 2 bad input or no nsys."""
     folder = output / "nsys"
@@ -89,8 +93,8 @@ def record_and_report(runs: Sequence[Run], output: Path, timeout_s: float) -> No
         done = f"{folder} has what was recorded; the same command goes on"
         say(f"profile_model: stopped; {done}", "red", stderr=True)
         raise typer.Exit(130) from None
-    document.print()
-    say(f"wrote {output / STEM}.json, .md and .html")
+    show(document, form)
+    say(f"wrote {output / STEM}.json, .md and .html", stderr=form != TERMINAL)
     if not _has_kernels(document):
         raise typer.Exit(1)
 

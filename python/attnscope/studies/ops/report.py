@@ -152,7 +152,7 @@ def _tools(records: Sequence[Measured]) -> Section:
         for tool in record.tools
     ]
     text = (
-        "Of one call. The reference is the sum of a call's kernels and copies in the profile; "
-        "every other tool sees that and something more, which the reason names."
+        "Times of one call. The reference is the sum of a call's kernels and copies in the "
+        "profile; every other tool sees that and something more, which the reason names."
     )
     return Section("The same call by several tools", text, rows)
