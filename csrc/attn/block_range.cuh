@@ -46,4 +46,11 @@ __device__ __forceinline__ BlockRange block_range(const Window& window, int row_
   return range;
 }
 
+// Blocks of which every step takes `parts`, one after the other: the steps whose part number `part`
+// is in the range.
+__device__ __forceinline__ BlockRange of_part(const BlockRange& range, int part, int parts) {
+  const auto steps = [&](int block) { return (block + parts - 1 - part) / parts; };
+  return {steps(range.begin), steps(range.end), steps(range.full_begin), steps(range.full_end)};
+}
+
 }  // namespace attnscope

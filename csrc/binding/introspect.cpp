@@ -74,6 +74,7 @@ JsonObject describe(const sm90::ForwardTile& t) {
       .add("block_m", t.block_m)
       .add("block_n", t.block_n)
       .add("heads_per_tile", t.heads_per_tile)
+      .add("key_parts", t.key_parts)
       .add("consumers", t.consumers())
       .add("threads", t.threads())
       .add("q_stages", t.q_stages)
@@ -176,8 +177,8 @@ std::string choose_sm90(const ForwardParams& p, bool packed, const Device& devic
   const int sms = static_cast<int>(device.sms);
   const bool causal = sm90::is_causal(p);
   const int head_dim = std::max(p.head_dim, p.head_dim_v);
-  const sm90::ForwardChoice choice = sm90::choose_forward(head_dim, p.seqlen_q, p.heads_q,
-                                                          p.heads_kv, p.batch, causal, packed, sms);
+  const sm90::ForwardChoice choice = sm90::choose_forward(
+      head_dim, p.seqlen_q, p.heads_q, p.heads_kv, p.batch, causal, packed, sms, p.seqlen_k);
   const sm90::ForwardTile& t = sm90::kForwardTiles[choice.row];
   const int first =
       sm90::first_tile(sm90::tile_head_dim(head_dim), p.seqlen_q, p.heads_q, causal, packed);
@@ -189,7 +190,7 @@ std::string choose_sm90(const ForwardParams& p, bool packed, const Device& devic
       .add("tile", describe(t))
       .add("rule", choice.grouping > 0   ? "grouped heads"
                    : choice.row == first ? "first row whose bounds include the call"
-                                         : "fewest rows on the busiest SM")
+                                         : "least time by estimate")
       .add("heads_side_by_side", 1 << choice.grouping)
       .add("causal", causal)
       .add("not_sm90", static_cast<const char*>(nullptr));

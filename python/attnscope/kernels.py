@@ -20,6 +20,7 @@ from attnscope.common.options import (
     KvHeads,
     bad_input,
     call_sizes,
+    parse_window,
 )
 
 ARCHITECTURES = {"sm80": (80, 108), "sm90": (90, 132)}  # compute capability and SMs: A100, H100
@@ -35,6 +36,7 @@ COLUMNS = {
     "block_n": "keys of one step; backward: of a tile",
     "cluster": "thread blocks of a cluster, which share the tile's keys",
     "heads_per_tile": "heads of a tile, each with its own query rows, K and V",
+    "key_parts": "consumers that have the same query rows and divide their keys",
     "consumers": "consumer warpgroups, 64 query rows each; backward: 64 keys, or some products",
     "warps": "warps of a thread block",
     "threads": "threads of a thread block",
@@ -61,9 +63,12 @@ def symbol_matches(symbol: str, tile: dict[str, Any]) -> bool:
     The kernel's folder ("sm80_forward") is the name of the namespace and of the function, which may
     begin with "wide_". The integer template arguments are the number of the row if the tile has
     one. Otherwise they are the head dim, and if there are more, the query rows and the keys.
+    Tiles that divide keys have a configuration of their own.
     """
     arch, _, operation = tile["kernel"].partition("_")
     found = re.search(rf"\b{arch}::(?:wide_)?{operation}_kernel<(.*)>", symbol)
+    if ("SplitForwardConfig<" in symbol) != (tile.get("key_parts", 1) > 1):
+        return False
     integers = [int(i) for i in re.findall(r"(?<![\w:])\d+", found[1])] if found else []
     names = ("row",) if "row" in tile else ("head_dim", "block_m", "block_n")
     return bool(integers) and integers == [tile[name] for name in names][: len(integers)]
@@ -115,9 +120,11 @@ def kernel_rows() -> list[dict[str, Any]]:
 
 
 def queries_served(tile: dict[str, Any]) -> str:
-    """The numbers of queries whose calls a tile serves: "any", "65-128" or "257+"."""
+    """The numbers of queries whose calls a tile serves: "any", "65-128", "257+", or "few tiles"."""
     most, most_causal = tile.get("max_queries"), tile.get("max_queries_causal")
     least = tile.get("min_queries") or 0
+    if most == most_causal == 0:
+        return "few tiles"
 
     def bounds(most: int | None) -> str:
         if most is None:
@@ -128,8 +135,9 @@ def queries_served(tile: dict[str, Any]) -> str:
 
 
 def tile_size(tile: dict[str, Any]) -> str:
-    """Query rows by keys, behind the number of heads where a tile has several: "2 x 128x64"."""
+    """Query rows by keys. "2 x 128x64": two heads; "64x64x2": two consumers with 64 keys each."""
     size = f"{tile['block_m']}x{tile['block_n']}"
+    size += f"x{tile['key_parts']}" if tile.get("key_parts", 1) > 1 else ""
     return size if tile.get("heads_per_tile", 1) == 1 else f"{tile['heads_per_tile']} x {size}"
 
 
@@ -286,16 +294,6 @@ def print_choice(call: Call, choice: dict[str, Any]) -> None:
         f"thread blocks; {call.sms} SMs of compute capability {major}.{minor} keep "
         f"{choice['resident_blocks']:,}: {at_most}{choice['waves']:,} waves ({waves:.2f})"
     )
-
-
-def parse_window(text: str) -> tuple[int, int]:
-    """The two bounds of "LEFT,RIGHT". Raises ValueError for anything else."""
-    found = re.fullmatch(r"(-?\d+),(-?\d+)", text)
-    if found is None:
-        raise ValueError(
-            f"window must be LEFT,RIGHT, such as 255,0, got {text!r}. -1 leaves a side unbounded"
-        )
-    return int(found[1]), int(found[2])
 
 
 def device_facts(arch: str | None, sms: int | None) -> tuple[int, int]:

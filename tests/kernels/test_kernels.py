@@ -205,7 +205,7 @@ def test_every_column_of_every_tile_has_a_meaning():
 # What differs from BASE -> (tile, rule, heads side by side, tiles, blocks, waves).
 CHOICES = {
     "long": ({}, ("192x64", "first row", 1, 4 * 16 * 22, 132, 11)),
-    "few": ({"seqlen_q": 128, "batch": 1}, ("64x64", "fewest rows", 1, 32, 32, 1)),
+    "few": ({"seqlen_q": 128, "batch": 1}, ("64x64x2", "least time", 1, 32, 32, 1)),
     "empty": ({"seqlen_q": 0}, ("64x64", "first row", 1, 0, 0, 0)),
     "grouped": (
         {"seqlen_q": 16, "batch": 64, "heads_kv": 4},

@@ -49,10 +49,21 @@ static_assert(tile(128, 256, true).block_m == 128, "two of 192 leave a third emp
 static_assert(tile(128, 257, true).block_m == 192);
 static_assert(tile(64, 512, true, 65).block_m == 256, "130 tiles; 520 of 64 rows: four rounds");
 static_assert(tile(64, 512, true, 32).block_m == 64, "two rounds of 64 rows for one of 192");
-static_assert(tile(64, 1024, true, 32).block_m == 256, "no smaller ones end sooner");
-static_assert(tile(128, 512, true, 16).block_m == 64 && tile(128, 512, true, 40).block_m == 192);
+static_assert(tile(64, 1024, true, 32).block_m == 64, "128 tiles of 256 rows: the longest is late");
+static_assert(tile(64, 768, false, 64).block_m == 192, "192 tiles of 256 rows");
+static_assert(tile(128, 512, true, 16).key_parts == 2 && tile(128, 512, true, 40).key_parts == 1);
+static_assert(tile(128, 1024, true, 8).key_parts == 2 && tile(128, 128, true, 16).key_parts == 1);
+static_assert(tile(128, 2048, false, 16).block_m == 128, "176 tiles of 192 rows: two rounds");
+static_assert(tile(128, 2048, false, 16, 176).block_m == 192, "one round of 176 SMs");
+static_assert(tile(128, 192, false, 1000).block_m == 192, "128 rows leave a quarter empty");
+static_assert(kForwardTiles[choose_forward(128, 2048, 16, 16, 1, false, true, 132).row].block_m ==
+              192, "a packed batch may have fewer tiles than are counted");
+static_assert(kForwardTiles[choose_forward(128, 1, 16, 16, 1, true, false, 132, 4096).row]
+                      .key_parts == 2, "few queries of many keys");
+static_assert(kForwardTiles[choose_forward(128, 512, 32, 8, 1, true, false, 132, 1 << 17).row]
+                      .block_m == 128, "all queries of a chunk see most keys");
 static_assert(tile(128, 1 << 14, false, 1).block_m == 128, "128 tiles, or 256 in two rounds");
-static_assert(tile(128, 100, true, 66).block_m == 64 && tile(128, 100, true, 67).block_m == 128);
+static_assert(tile(128, 128, true, 16).block_m == 64 && tile(128, 100, true).block_m == 128);
 static_assert(tile(64, 512, true, 65, 66).block_m == 256, "two rounds of 66 SMs");
 static_assert(tile(64, 512, true, 32, 64).block_m == 256, "64 tiles of 256 rows fill 64 SMs");
 static_assert(choose_grouping(1, 32, 8, 4, 114) == 2, "128 heads are too many for 114 SMs");

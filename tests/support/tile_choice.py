@@ -18,11 +18,11 @@ PROGRAM = """
 using namespace attnscope::sm90;
 int main() {
   printf("%d\\n", kForwardTileCount);
-  int head_dim, queries, heads_q, heads_kv, batch, causal, packed;
-  while (scanf("%d %d %d %d %d %d %d", &head_dim, &queries, &heads_q, &heads_kv, &batch, &causal,
-               &packed) == 7) {
+  int head_dim, queries, heads_q, heads_kv, batch, causal, packed, keys;
+  while (scanf("%d %d %d %d %d %d %d %d", &head_dim, &queries, &heads_q, &heads_kv, &batch, &causal,
+               &packed, &keys) == 8) {
     const ForwardChoice c =
-        choose_forward(head_dim, queries, heads_q, heads_kv, batch, causal, packed, 132);
+        choose_forward(head_dim, queries, heads_q, heads_kv, batch, causal, packed, 132, keys);
     const ForwardTile& t = kForwardTiles[c.row];
     const int rows = queries << c.grouping, heads = heads_q >> c.grouping;
     const int tiles = (rows + t.block_m - 1) / t.block_m * batch *
@@ -62,7 +62,8 @@ def tile_choices(cases: Sequence[Case]) -> tuple[list[Choice], int]:
     """The choice for each case on 132 SMs, and the number of rows of the table."""
     calls = [
         (c.head_dim, c.seqlen_q, c.heads_q, c.heads_kv, c.batch,
-         int(c.window[0] < 0 and (c.causal or c.window[1] >= 0)), int(c.seqlens is not None))
+         int(c.window[0] < 0 and (c.causal or c.window[1] >= 0)), int(c.seqlens is not None),
+         c.seqlen_k)
         for c in cases
     ]  # fmt: skip
     count, *lines = _run("\n".join(" ".join(map(str, call)) for call in calls))

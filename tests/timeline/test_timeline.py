@@ -486,7 +486,8 @@ def test_the_tile_of_a_call_has_what_a_recording_needs():
     )
     assert library.tile_of(work, 132) == {
         "head_dim": 64, "block_m": 64, "block_n": 64, "q_stages": 2, "stages": 3,
-        "blocks_per_sm": 3, "consumers": 1, "scores_live": 1, "heads_per_tile": 1, "heads": 4,
+        "blocks_per_sm": 3, "consumers": 1, "scores_live": 1, "heads_per_tile": 1, "key_parts": 1,
+        "heads": 4,
     }  # fmt: skip
     pairs = Workload.of(batch=64, seqlen=100, heads=8, head_dim=64)
     assert library.tile_of(pairs, 132)["heads_per_tile"] == 2

@@ -22,6 +22,7 @@ SHAPES = {
     "d64-pairs": {"batch": 64, "seqlen": 100, "heads": 9, "head_dim": 64, "causal": True},
     "d64-short": {"batch": 4, "seqlen": 100, "heads": 8, "head_dim": 64},
     "d128-short": {"batch": 5, "seqlen": 200, "heads": 16, "head_dim": 128},
+    "d128-few": {"batch": 1, "seqlen": 1000, "heads": 8, "head_dim": 128, "causal": True},
     "d128": {"batch": 1, "seqlen": 4096, "heads": 16, "head_dim": 128},
     "d128-causal": {"batch": 3, "seqlen": 1000, "heads": 16, "head_dim": 128, "causal": True},
     "d96": {"batch": 2, "seqlen": 700, "heads": 8, "head_dim": 96},
@@ -83,7 +84,7 @@ def visible_blocks(work: Workload, first_row: int, end_row: int, block_n: int) -
 def test_the_shapes_are_of_all_tiles():
     sms = torch.cuda.get_device_properties("cuda").multi_processor_count
     tiles = [library.tile_of(Workload.of(**shape), sms) for shape in SHAPES.values()]
-    names = ("head_dim", "block_m", "block_n")
+    names = ("head_dim", "block_m", "block_n", "key_parts")
     normal = [t for t in json.loads(torch.ops.attnscope.kernels()) if t["kernel"] == "sm90_forward"]
     assert {tuple(t[n] for n in names) for t in tiles} == {
         tuple(t[n] for n in names) for t in normal
@@ -92,14 +93,14 @@ def test_the_shapes_are_of_all_tiles():
 
 def test_every_tile_with_keys_is_recorded_once_with_its_key_blocks(recorded):
     work, made = recorded
-    names = ("block_m", "block_n", "heads", "heads_per_tile")
-    block_m, block_n, group, heads_per_tile = (made.facts["tile"][name] for name in names)
+    names = ("block_m", "block_n", "heads", "heads_per_tile", "key_parts")
+    block_m, block_n, group, heads_per_tile, parts = (made.facts["tile"][n] for n in names)
     together, rows = made.heads_together, work.seqlen_q * group
 
     def blocks_of(first: int, end: int) -> int:
         first_row = 64 * (first // together)
         end_row = min(64 * ((end - 1) // together) + 64, rows)
-        return visible_blocks(work, first_row // group, -(-end_row // group), block_n)
+        return visible_blocks(work, first_row // group, -(-end_row // group), block_n * parts)
 
     seen = []
     for at in range(len(made.blocks)):
@@ -122,9 +123,9 @@ def test_every_tile_with_keys_is_recorded_once_with_its_key_blocks(recorded):
 def test_every_role_marks_every_tile_and_step_in_order(recorded):
     """`track` refuses missing marks, marks out of order and marks of no tile."""
     work, made = recorded
-    names = ("block_n", "heads", "consumers", "heads_per_tile")
-    block_n, group, count, heads_per_tile = (made.facts["tile"][name] for name in names)
-    per_head, together = count // heads_per_tile, made.heads_together
+    names = ("block_n", "heads", "consumers", "heads_per_tile", "key_parts")
+    block_n, group, count, heads_per_tile, parts = (made.facts["tile"][n] for n in names)
+    per_head, together = count // heads_per_tile // parts, made.heads_together
     rows = work.seqlen_q * group
 
     def blocks_of(unit: int) -> int:
@@ -141,10 +142,12 @@ def test_every_role_marks_every_tile_and_step_in_order(recorded):
             issues = track.tile[track.of("tile.IssueScores", "step.IssueScores")]
             own = []
             for head, _, first, *_, end in made.notes(at).tolist():
-                unit = first + number % per_head
+                unit = first + number // parts % per_head
                 # The last tile of a sequence may have fewer heads or units.
-                has_unit = unit < end and head + number // per_head < work.heads_q
-                own.append(blocks_of(unit) if has_unit else 0)
+                has_unit = unit < end and head + number // parts // per_head < work.heads_q
+                # A part has every other block.
+                part = number % parts
+                own.append(len(range(part, blocks_of(unit), parts)) if has_unit else 0)
             assert np.bincount(issues, minlength=tiles).tolist() == own
 
 

@@ -15,6 +15,7 @@ struct ForwardTile {
   int stages;          // buffers for K, and as many for V
   int blocks_per_sm;   // resident at a time
   int heads_per_tile;  // heads with rows and keys of their own
+  int key_parts;       // consumers that divide the keys of the same rows
   bool scores_live;    // keep S through the softmax; otherwise recompute S if the row max rises
   int min_queries;     // exclusive; 0: none
   int max_queries;     // not causal
@@ -23,7 +24,7 @@ struct ForwardTile {
 
   // In shared memory: column blocks of 64.
   constexpr int columns() const { return (head_dim + 63) / 64 * 64; }
-  constexpr int consumers() const { return heads_per_tile * block_m / 64; }
+  constexpr int consumers() const { return heads_per_tile * key_parts * block_m / 64; }
   // Column blocks of O on the way out.
   constexpr int out_stages() const { return columns() > 64 ? 2 : 1; }
   constexpr int threads() const { return 128 * (consumers() + 1); }
@@ -37,9 +38,10 @@ struct ForwardTile {
   }
   constexpr int shared_bytes() const {
     return 2 * columns() * heads_per_tile *
-               (q_stages * block_m + 2 * stages * block_n) +  // Q, K, V
-           2 * 64 * heads_per_tile * block_m * out_stages() +
-           1024;  // O on its way, barriers
+               (q_stages * block_m + 2 * stages * key_parts * block_n) +  // Q, K, V
+           2 * 64 * heads_per_tile * block_m * out_stages() +             // O on its way
+           (key_parts - 1) * 8 * block_m * (head_dim / 2 + 4) +           // O of other consumers
+           1024;                                                          // barriers
   }
 };
 
@@ -49,25 +51,27 @@ inline constexpr int kAnyQueries = INT_MAX;
 // Deliberately not `inline`: the dynamic linker would merge the tables of two builds loaded in one
 // process, such as the instrumented one.
 constexpr ForwardTile kForwardTiles[] = {
-    {64, 128, 64, 2, 3, 1, 2, false, 64, 128, 128,
+    {64, 128, 64, 2, 3, 1, 2, 1, false, 64, 128, 128,
      "S = 128, causal: 246, 123; 64 rows of one head, three blocks an SM: 207, 102"},
-    {64, 256, 64, 2, 4, 1, 1, false, 128, 1024, 4096,
+    {64, 256, 64, 2, 4, 1, 1, 1, false, 128, 1024, 4096,
      "causal S = 512, 1024: 278, 373; 192 rows of 128 keys: 241, 327"},
-    {64, 64, 64, 2, 3, 3, 1, true, 0, 128, 128,
+    {64, 64, 64, 2, 3, 3, 1, 1, true, 0, 128, 128,
      "causal S = 128: 97; 128 rows of 128 keys, one block an SM: 86"},
-    {64, 192, 128, 2, 3, 1, 1, false, 0, kAnyQueries, kAnyQueries,
+    {64, 192, 128, 2, 3, 1, 1, 1, false, 0, kAnyQueries, kAnyQueries,
      "S = 8192: 587; 256 rows of 64 keys: 560"},
-    {96, 192, 64, 1, 4, 1, 1, true, 0, kAnyQueries, kAnyQueries,
+    {96, 192, 64, 1, 4, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries,
      "over FlashAttention-3 1.09; 128 rows of 128 keys 1.03, as head dim 128 1.01"},
-    {128, 192, 64, 1, 4, 1, 1, true, 256, kAnyQueries, kAnyQueries,
+    {128, 192, 64, 1, 4, 1, 1, 1, true, 256, kAnyQueries, kAnyQueries,
      "S = 2048, causal 1024: 714, 466; 128 rows of 128 keys: 681, 446"},
-    {128, 64, 64, 2, 2, 2, 1, true, 0, 64, 64,
+    {128, 64, 64, 2, 2, 2, 1, 1, true, 0, 64, 64,
      "S = 64: 123, causal 62; 128 rows of 64 keys: 114, 55; few tiles: 16 heads, S = 512: 144"},
-    {128, 128, 64, 2, 4, 1, 1, true, 0, kAnyQueries, kAnyQueries,
+    {128, 64, 64, 1, 2, 1, 1, 2, true, 0, 0, 0,
+     "few tiles: 8 heads, S = 1024, causal and full: 1.13 and 1.15 of 64 rows of 64 keys"},
+    {128, 128, 64, 2, 4, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries,
      "S = 128, 256, causal: 241, 392, 121, 205; 128 keys, one Q: 233, 382, 115, 191"},
-    {192, 128, 64, 1, 3, 1, 1, true, 0, kAnyQueries, kAnyQueries,
+    {192, 128, 64, 1, 3, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries,
      "over FlashAttention-3 1.05; 96 keys 1.02, as head dim 256 0.85"},
-    {256, 128, 64, 1, 2, 1, 1, true, 0, kAnyQueries, kAnyQueries,
+    {256, 128, 64, 1, 2, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries,
      "1.04; 80 keys, scores not kept: 0.98"},
 };
 inline constexpr int kForwardTileCount = sizeof(kForwardTiles) / sizeof(kForwardTiles[0]);
@@ -100,7 +104,7 @@ constexpr int largest_tile(int head_dim, int max_rows) {
   int best = -1;
   for (int i = 0; i < kForwardTileCount; ++i) {
     const ForwardTile& t = kForwardTiles[i];
-    if (t.head_dim != head_dim || t.block_m > max_rows || t.heads_per_tile > 1) continue;
+    if (t.head_dim != head_dim || t.block_m > max_rows || t.consumers() != t.block_m / 64) continue;
     if (best < 0 || t.block_m > kForwardTiles[best].block_m) best = i;
   }
   return best;
@@ -150,22 +154,59 @@ constexpr long long tile_count(const ForwardTile& t, int grouping, int queries, 
   return (units + per_tile - 1) / per_tile * batch * heads;
 }
 
-// The row is `first_tile`. Where its tiles would leave SMs idle: the row with the fewest query rows
-// on the busiest SM, among rows with tiles no larger.
+// Roughly how many cycles of an SM a call takes with a row of the table, to compare rows. The
+// constants fit 200 calls with every row on an H200 (docs/perf-log.md).
+//
+// A step of 64 keys takes at least kLeastStep; where an SM has more consumers, they share the
+// tensor cores. What else a tile does takes kTileCycles, and kMeetingCycles where two consumers
+// share rows. Causal: the longest tiles come first and the SMs end together, unless the longest
+// tile alone takes longer. Otherwise tiles take the same time, and the last round may have few.
+inline constexpr int kLeastStep = 500, kTileCycles = 8000, kMeetingCycles = 500;
+inline constexpr long long kFewRounds = 8;
+
+constexpr double estimated_cycles(const ForwardTile& t, int queries, int keys, int heads_q,
+                                  int heads_kv, long long batch, bool causal, int sms) {
+  const long long tiles = tile_count(t, 0, queries, heads_q, heads_kv, batch);
+  const long long on_each = (tiles + sms - 1) / sms;
+  const int at_once = on_each < t.blocks_per_sm ? static_cast<int>(on_each) : t.blocks_per_sm;
+  const int products = (12 * t.consumers() + t.key_parts) * t.head_dim / 4;  // of a step
+  const auto step = [&](int blocks) -> double {
+    return products * blocks > kLeastStep ? products * blocks : kLeastStep;
+  };
+  const int steps = ((keys + 63) / 64 + 1) / t.key_parts + 1;
+  const int rest = kTileCycles + (t.key_parts - 1) * kMeetingCycles;
+  if (at_once == 0) return 0;  // no tile
+  if (!causal) return (on_each + at_once - 1) / at_once * (steps * step(at_once) + rest);
+  const int unseen = (queries < keys ? queries : keys) / 128 / t.key_parts;  // steps, on average
+  const double all = tiles * ((steps - unseen) * step(at_once) + rest) / (sms * at_once);
+  const double longest = steps * step(1) + rest;
+  return all > longest ? all : longest;
+}
+
+// The row is `first_tile`, unless another row of one head saves a tenth by the estimate: where
+// tiles are few, or the last round has few. In a call of many rounds it must save a fifth: there
+// the estimate is no better. A packed batch has fewer tiles than are counted, so only if all of
+// them fit at once. `keys` 0: as many as queries.
 constexpr ForwardChoice choose_forward(int head_dim, int queries, int heads_q, int heads_kv,
-                                       long long batch, bool causal, bool packed, int sms) {
+                                       long long batch, bool causal, bool packed, int sms,
+                                       int keys = 0) {
   const int dim = tile_head_dim(head_dim);
   const int grouping = choose_grouping(queries, heads_q, heads_kv, batch, sms);
   if (grouping > 0) return {grouped_tile(dim), grouping};
   int row = first_tile(dim, queries, heads_q, causal, packed);
-  const auto waves = [&](int i) {  // with one tile per SM
-    return (tile_count(kForwardTiles[i], 0, queries, heads_q, heads_kv, batch) + sms - 1) / sms;
+  const auto cycles = [&](int i) {
+    return estimated_cycles(kForwardTiles[i], queries, keys > 0 ? keys : queries, heads_q, heads_kv,
+                            batch, causal, sms);
   };
-  const auto rows = [&](int i) { return waves(i) * kForwardTiles[i].consumers() * 64; };
-  if (row >= 0 && waves(row) <= 1) {
-    for (int i = row; i >= 0; i = largest_tile(dim, kForwardTiles[i].block_m - 1)) {
-      if (rows(i) < rows(row)) row = i;
-    }
+  if (row < 0) return {row, 0};
+  const long long tiles = tile_count(kForwardTiles[row], 0, queries, heads_q, heads_kv, batch);
+  if (packed && tiles > sms) return {row, 0};
+  double least = cycles(row) * (tiles <= kFewRounds * sms ? 0.9 : 0.8);
+  for (int i = 0; i < kForwardTileCount; ++i) {
+    const ForwardTile& t = kForwardTiles[i];
+    if (t.head_dim != dim || t.heads_per_tile > 1 || cycles(i) >= least) continue;
+    least = cycles(i);
+    row = i;
   }
   return {row, 0};
 }
@@ -180,12 +221,12 @@ inline ForwardChoice choose_forward(const ForwardParams& p, int sms) {
   const int head_dim = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
   return choose_forward(head_dim, p.seqlen_q, p.heads_q,
                         p.q_stride.head != 0 ? p.heads_kv : p.heads_q, p.batch, is_causal(p),
-                        p.packed(), sms);
+                        p.packed(), sms, p.seqlen_k);
 }
 
-constexpr ForwardTile forward_tile(int head_dim, int block_m) {
+constexpr ForwardTile forward_tile(int head_dim, int block_m, int key_parts = 1) {
   for (const ForwardTile& t : kForwardTiles) {
-    if (head_dim == t.head_dim && block_m == t.block_m) return t;
+    if (head_dim == t.head_dim && block_m == t.block_m && key_parts == t.key_parts) return t;
   }
   return {};
 }

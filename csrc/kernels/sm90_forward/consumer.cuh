@@ -66,7 +66,7 @@ class Consumer {
         }
       } else {
         clear();
-        release(s.q_empty[q_stage()][consumer]);
+        release(s.q_empty[q_stage()][unit_number()]);
       }
       skip(t.begin, ptx::uniform(work().range.begin), ConsumerTile::kSkipLast);
       if (__builtin_expect(!store_tile(), false)) return true;
@@ -105,7 +105,7 @@ class Consumer {
 
   __device__ __forceinline__ void await_queries() {
     mark(ConsumerTile::kAwaitQ);
-    wait(s.q_full[q_stage()][consumer], Slot<Config::kQStages>(tiles).parity);
+    wait(s.q_full[q_stage()][unit_number()], Slot<Config::kQStages>(tiles).parity);
   }
 
   // Releases blocks `block` - 1 down to `last` unread: only other consumers' rows see them.
@@ -205,7 +205,15 @@ class Consumer {
   // False if the warp stored NaN or infinity that may come from keys which its row does not see.
   __device__ __forceinline__ bool store_tile() {
     mark(ConsumerTile::kEpilogue);
-    const bool finite = store_output<Config>(f, a, unit(), work().batch, s.o[threadIdx.x / 32 - 4]);
+    if constexpr (Config::kKeyParts > 1) {
+      inject(Fault::kRelease, blocks);
+      if (Config::part_of(consumer) > 0) {
+        give_output<Config>(f, s.partial, unit_warp());
+        return true;
+      }
+      add_output<Config>(f, s.partial, unit_warp());
+    }
+    const bool finite = store_output<Config>(f, a, unit(), work().batch, s.o[unit_warp()]);
     return finite || !a.hides_keys;
   }
 
@@ -241,8 +249,8 @@ class Consumer {
       rises = !softmax<Config>(f, p, scale_log2());
       if (__builtin_expect(rises && !Config::kScoresLive, false)) {
         // No wgmma and no wait for one here: all warps of a warpgroup must execute these together.
-        recompute_scores<Config>(f, ptx::shared_address(s.q[q_stage()][consumer]),
-                                 ptx::shared_address(s.k[k_slot.stage][head()]));
+        recompute_scores<Config>(f, ptx::shared_address(s.q[q_stage()][unit_number()]),
+                                 ptx::shared_address(s.k[k_slot.stage][key_buffer()]));
         finish_scores(block, false);
       }
     }
@@ -259,15 +267,16 @@ class Consumer {
     if (__builtin_expect(boundary, false)) {
       const TileWork& w = work();
       const int row = unit().first_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-      mask_scores_by_bits(f.s, {w.shift, a.params.window_left, a.params.window_right},
-                          grouping<Config>(a), row, block * kBlockN, w.seqlen_k);
+      mask_scores_by_bits(
+          f.s, {w.shift, a.params.window_left, a.params.window_right}, grouping<Config>(a), row,
+          (block * Config::kKeyParts + Config::part_of(consumer)) * kBlockN, w.seqlen_k);
     }
   }
 
   // After the last read of K, and of Q with the last block.
   __device__ __forceinline__ void release_scores(const Ring& slot, bool last) {
     release(s.k_empty[slot.stage]);
-    if (last) release(s.q_empty[q_stage()][consumer]);
+    if (last) release(s.q_empty[q_stage()][unit_number()]);
   }
 
   __device__ __forceinline__ void await_next_k(bool has_next) {
@@ -304,21 +313,26 @@ class Consumer {
   __device__ __forceinline__ const TileWork& work() const { return s.tile[TileSlot(tiles).stage]; }
   __device__ __forceinline__ const Unit& unit() const { return work().unit[consumer]; }
   __device__ __forceinline__ int q_stage() const { return Slot<Config::kQStages>(tiles).stage; }
-  __device__ __forceinline__ int head() const { return Config::head_of(consumer); }
+  __device__ __forceinline__ int unit_number() const { return Config::unit_of(consumer); }
+  // Among the warps that have the rows of the tile.
+  __device__ __forceinline__ int unit_warp() const {
+    return Config::kKeyParts == 1 ? threadIdx.x / 32 - 4 : unit_number() * 4 + threadIdx.x / 32 % 4;
+  }
+  __device__ __forceinline__ int key_buffer() const { return Config::key_buffer_of(consumer); }
   __device__ __forceinline__ float scale_log2() const { return a.scores.scale_log2; }
 
   __device__ __forceinline__ ptx::WgmmaDescriptor queries() const {
-    const int offset = (q_stage() * Config::kConsumers + consumer) * Config::kQBytes;
+    const int offset = (q_stage() * Config::kUnits + unit_number()) * Config::kQBytes;
     return ptx::WgmmaDescriptor(ptx::uniform(ptx::shared_address(s.q) + offset), 16);
   }
   __device__ __forceinline__ ptx::WgmmaDescriptor k(const Ring& slot) const {
     return {ptx::shared_address(s.k) +
-                (slot.stage * Config::kHeadsPerTile + head()) * Config::kTileBytes,
+                (slot.stage * Config::kKeyBuffers + key_buffer()) * Config::kTileBytes,
             16};
   }
   __device__ __forceinline__ ptx::WgmmaDescriptor v(const Ring& slot) const {
     return {ptx::shared_address(s.v) +
-                (slot.stage * Config::kHeadsPerTile + head()) * Config::kTileBytes,
+                (slot.stage * Config::kKeyBuffers + key_buffer()) * Config::kTileBytes,
             kBlockN * Config::kRowBytes};
   }
 

@@ -10,6 +10,52 @@
 
 namespace attnscope::sm90 {
 
+// Two consumers have the same rows and half of the keys each. A warp of one gives O to the warp of
+// the other that has the same elements, and goes on once that warp has read it.
+__device__ __forceinline__ void meet_other_part(int warp) { ptx::barrier_sync(1 + warp, 64); }
+
+template <class Config>
+__device__ __forceinline__ void give_output(const Fragments<Config>& f,
+                                            PartialOutput<Config, true>& partial, int warp) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < Config::kHeadDim / 8; ++i) {
+    partial.o[warp][i][lane] =
+        make_float4(f.o[4 * i], f.o[4 * i + 1], f.o[4 * i + 2], f.o[4 * i + 3]);
+  }
+  partial.rows[warp][lane] = make_float4(f.row_max[0], f.row_max[1], f.row_sum[0], f.row_sum[1]);
+  meet_other_part(warp);
+  meet_other_part(warp);
+}
+
+// O and the sums of both parts, by the larger maximum.
+template <class Config>
+__device__ __forceinline__ void add_output(Fragments<Config>& f,
+                                           const PartialOutput<Config, true>& partial, int warp) {
+  const int lane = threadIdx.x % 32;
+  meet_other_part(warp);
+  const float4 rows = partial.rows[warp][lane];
+  const float other_max[2] = {rows.x, rows.y}, other_sum[2] = {rows.z, rows.w};
+  float factor[2], other_factor[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float new_max = fmaxf(f.row_max[half], other_max[half]);
+    factor[half] = ptx::exp2_approx(f.row_max[half] - new_max);
+    other_factor[half] = ptx::exp2_approx(other_max[half] - new_max);
+    f.row_max[half] = new_max;
+    f.row_sum[half] = f.row_sum[half] * factor[half] + other_sum[half] * other_factor[half];
+  }
+#pragma unroll
+  for (int i = 0; i < Config::kHeadDim / 8; ++i) {
+    const float4 o = partial.o[warp][i][lane];
+    f.o[4 * i] = f.o[4 * i] * factor[0] + o.x * other_factor[0];
+    f.o[4 * i + 1] = f.o[4 * i + 1] * factor[0] + o.y * other_factor[0];
+    f.o[4 * i + 2] = f.o[4 * i + 2] * factor[1] + o.z * other_factor[1];
+    f.o[4 * i + 3] = f.o[4 * i + 3] * factor[1] + o.w * other_factor[1];
+  }
+  meet_other_part(warp);
+}
+
 // Stores a warp's 16 rows through shared memory, in blocks of 64 columns. TMA clips them to the
 // tensor. Where the rows end inside a packed batch, eight lanes write the 128 contiguous bytes of a
 // row instead. The log-sum-exp comes last: a fence waits for all stores before it. False if an

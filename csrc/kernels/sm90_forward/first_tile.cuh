@@ -16,9 +16,9 @@ template <class Config>
 __device__ __forceinline__ void init_barriers(ForwardShared<Config>& s) {
   using ptx::shared_address;
   constexpr int kWarps = 4 * Config::kConsumers;
-  for (int i = 0; i < Config::kQStages * Config::kConsumers; ++i) {
+  for (int i = 0; i < Config::kQStages * Config::kUnits; ++i) {
     ptx::mbarrier_init(shared_address(&s.q_full[0][0] + i), 1);
-    ptx::mbarrier_init(shared_address(&s.q_empty[0][0] + i), 4);
+    ptx::mbarrier_init(shared_address(&s.q_empty[0][0] + i), 4 * Config::kKeyParts);
   }
   ptx::mbarrier_init(shared_address(&s.tile_wanted), 1);
   for (int i = 0; i < ForwardShared<Config>::kTiles; ++i) {
@@ -50,21 +50,28 @@ __device__ __forceinline__ void describe_first_tile(const ForwardArguments& a,
   __syncwarp();
   if (a.packed) return;
   const bool stop = !fill_in<Config, false>(a, s.queue, s.tile[0]);
-  if (elected) s.tile[0].stop = stop;
+  if (elected) {
+    s.tile[0].stop = stop;
+    s.tile[0].loading = !stop && s.tile[0].range.begin < s.tile[0].range.end;
+  }
 }
 
-// By one thread of the scheduler's warp, after the barriers are ready.
+// By the scheduler's warp, after the barriers are ready: hands out the first tile and loads its Q
+// and its first block of K. `schedule` does so where `loading` is false.
 template <class Config>
-__device__ __forceinline__ void load_first_tile(const ForwardArguments& a,
+__device__ __forceinline__ void hand_first_tile(const ForwardArguments& a,
                                                 ForwardShared<Config>& s) {
-  TileWork& w = s.tile[0];
-  if (a.packed || w.stop || w.range.begin >= w.range.end) return;
+  const TileWork& w = s.tile[0];
+  if (a.packed || !w.loading) return;
+  const bool elected = threadIdx.x % 32 == 0;
+  inject(Fault::kTile, 0);
+  if (kEveryLaneArrives || elected) ptx::mbarrier_arrive(ptx::shared_address(&s.tile_full[0]));
+  if (!elected) return;
 #pragma unroll
-  for (int i = 0; i < Config::kConsumers; ++i) load_queries<Config>(a, s, w, 0, i);
+  for (int i = 0; i < Config::kUnits; ++i) load_queries<Config>(a, s, w, 0, i);
   const uint32_t full = ptx::shared_address(&s.k_full[0]);
-  ptx::mbarrier_arrive_expect_tx(full, Config::kHeadsPerTile * Config::kTileBytes);
+  ptx::mbarrier_arrive_expect_tx(full, Config::kKeyBuffers * Config::kTileBytes);
   load_keys<Config>(a, a.k, s.k[0], full, w, w.range.end - 1);
-  w.loading = true;
 }
 
 }  // namespace attnscope::sm90

@@ -2,7 +2,8 @@
 //
 // Problem   out = softmax(mask(cap(q k^T scale))) v and its log-sum-exp, see attn/params.h.
 // Roles     Warpgroup 0: a thread loads K and V by TMA, another loads Q, a warp schedules tiles.
-//           Warpgroups 1.. consume: each owns 64 query rows; S and O stay in its registers.
+//           Warpgroups 1.. consume: each owns 64 query rows; S and O stay in its registers. For
+//           calls with few tiles two own the same rows, with half of the keys each.
 // Pipeline  A consumer issues S(j+1) = Q K(j+1)^T, then O += P(j) V(j). While the tensor cores work
 //           on O, or on another consumer's products, it computes the softmax of S(j+1).
 // Schedule  Persistent: a block takes tile after tile. Q and K of the next tile are fetched while
@@ -35,7 +36,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   }
   Timeline::begin(threadIdx.x == 0);
   __syncthreads();
-  if (threadIdx.x == 32) load_first_tile<Config>(a, s);
+  if (threadIdx.x / 32 == 1) hand_first_tile<Config>(a, s);
 
   if (threadIdx.x < 128) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <type_traits>
 #include <utility>
 
 #include "attn/device.h"
@@ -29,12 +30,12 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
   const int rows = grouping.rows(p.seqlen_q);
   const int64_t units = int64_t{ceil_div(rows, 64)} * together;
   if (units > kMostTiles) return cudaErrorInvalidConfiguration;
-  const int m_blocks = ceil_div(static_cast<int>(units), Config::kHeadConsumers);
+  const int m_blocks = ceil_div(static_cast<int>(units), Config::kHeadUnits);
   const int64_t kv_bytes =
       int64_t{p.seqlen_k} * (p.head_dim + p.head_dim_v) * sizeof(typename Config::Element);
   a.order = tile_order(m_blocks, p.batch, heads, ceil_div(p.heads_kv, Config::kHeadsPerTile),
                        kv_bytes, is_causal(p));
-  if (!is_causal(p) && units % Config::kHeadConsumers != 0) {
+  if (!is_causal(p) && units % Config::kHeadUnits != 0) {
     // Some tiles have 64 rows less. They come last and balance the end of the launch.
     a.order.last = std::min(a.order.heads, ceil_div(device.sms, std::max(m_blocks, 1)));
   }
@@ -78,7 +79,7 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
   if (p.packed()) {  // with ascending cu_seqlens there are no more
     const int64_t most_units = (p.total_q << grouping.log2) / 64 + p.batch;
     most_tiles =
-        std::min(most_tiles, (most_units * together / Config::kHeadConsumers + p.batch) * heads);
+        std::min(most_tiles, (most_units * together / Config::kHeadUnits + p.batch) * heads);
   }
   const int64_t blocks =
       std::clamp<int64_t>(most_tiles, 1, int64_t{Config::kBlocksPerSm} * device.sms);
@@ -96,7 +97,10 @@ template <class Element, int kIndex>
 cudaError_t launch_row(const ForwardParams& p, Grouping grouping, const DeviceFacts& device,
                        cudaStream_t stream) {
   constexpr ForwardTile kTile = kForwardTiles[kIndex];
-  return launch<ForwardConfig<Element, kTile.head_dim, kTile.block_m>>(p, grouping, device, stream);
+  using Config = std::conditional_t<kTile.key_parts == 1,
+                                    ForwardConfig<Element, kTile.head_dim, kTile.block_m>,
+                                    SplitForwardConfig<Element, kTile.head_dim, kTile.block_m>>;
+  return launch<Config>(p, grouping, device, stream);
 }
 
 template <class Element, int... kIndices>

@@ -66,30 +66,31 @@ __device__ __forceinline__ void issue_late_copies(const ForwardArguments& a,
     while (ptx::clock_low() - copy.start < copy.cycles) {
     }
 #pragma unroll 1
-    for (int i = 0; i < Config::kHeadsPerTile; ++i) {
-      const int head = i == 0 ? copy.head_kv : (copy.head + i) / a.heads_per_key;
+    for (int i = 0; i < Config::kKeyBuffers; ++i) {
+      const int of_tile = i / Config::kKeyParts, part = i % Config::kKeyParts;
+      const int head = of_tile == 0 ? copy.head_kv : (copy.head + of_tile) / a.heads_per_key;
       auto& buffer = copy.is_k ? s.k[copy.stage][i] : s.v[copy.stage][i];
       load_box<Config>(ptx::shared_address(buffer), copy.is_k ? a.k : a.v, copy.full,
-                       Config::kBlockN, copy.row, head, copy.batch);
+                       Config::kBlockN, copy.row + part * Config::kBlockN, head, copy.batch);
     }
     volatile_store(s.late_copy.ready, 0);
   }
 }
 #endif
 
-// The Q of a consumer.
+// The Q of a unit.
 template <class Config>
 __device__ __forceinline__ void load_queries(const ForwardArguments& a, ForwardShared<Config>& s,
-                                             const TileWork& w, int stage, int consumer) {
-  const Unit& unit = w.unit[consumer];
-  const uint32_t full = ptx::shared_address(&s.q_full[stage][consumer]);
+                                             const TileWork& w, int stage, int number) {
+  const Unit& unit = w.unit[number * Config::kKeyParts];
+  const uint32_t full = ptx::shared_address(&s.q_full[stage][number]);
   ptx::mbarrier_arrive_expect_tx(full, Config::kQBytes);
 #pragma unroll
   for (int column = 0; column < Config::kColumns; column += 64) {
-    ptx::tma_load_5d(
-        ptx::shared_address(s.q[stage][consumer]) + column / 64 * 64 * Config::kRowBytes, &a.q.map,
-        full, ptx::CachePolicy::kEvictFirst, column, 0, unit.q_row,
-        (unit.head >> grouping<Config>(a).log2) * a.q.head_step, w.batch * a.q.batch_step);
+    ptx::tma_load_5d(ptx::shared_address(s.q[stage][number]) + column / 64 * 64 * Config::kRowBytes,
+                     &a.q.map, full, ptx::CachePolicy::kEvictFirst, column, 0, unit.q_row,
+                     (unit.head >> grouping<Config>(a).log2) * a.q.head_step,
+                     w.batch * a.q.batch_step);
   }
 }
 
@@ -99,9 +100,12 @@ __device__ __forceinline__ void load_keys(const ForwardArguments& a, const Tenso
                                           Buffers& buffers, uint32_t barrier, const TileWork& w,
                                           int block) {
 #pragma unroll
-  for (int i = 0; i < Config::kHeadsPerTile; ++i) {  // past the last head: zeros
-    load_box<Config>(ptx::shared_address(buffers[i]), tensor, barrier, Config::kBlockN,
-                     w.k_row + block * Config::kBlockN, key_head<Config>(a, w, i), w.batch);
+  for (int i = 0; i < Config::kKeyBuffers; ++i) {  // past the last head: zeros
+    const int head = key_head<Config>(a, w, i / Config::kKeyParts);
+    load_box<Config>(
+        ptx::shared_address(buffers[i]), tensor, barrier, Config::kBlockN,
+        w.k_row + (block * Config::kKeyParts + i % Config::kKeyParts) * Config::kBlockN, head,
+        w.batch);
   }
 }
 
@@ -138,9 +142,10 @@ __device__ __forceinline__ void produce(const ForwardArguments& a, ForwardShared
       if (loading) return;
       inject(Fault::kCopy, 2 * count + is_k);
       const uint32_t barrier = shared_address(&full);
-      ptx::mbarrier_arrive_expect_tx(barrier, Config::kHeadsPerTile * Config::kTileBytes);
+      ptx::mbarrier_arrive_expect_tx(barrier, Config::kKeyBuffers * Config::kTileBytes);
 #ifdef ATTNSCOPE_FAULTS
-      if (is_late<Config>(a, s, is_k, count, barrier, w, w.k_row + block * Config::kBlockN)) return;
+      const int row = w.k_row + block * Config::kKeyParts * Config::kBlockN;
+      if (is_late<Config>(a, s, is_k, count, barrier, w, row)) return;
 #endif
       load_keys<Config>(a, tensor, buffers[slot.stage], barrier, w, block);
     };
@@ -184,11 +189,11 @@ __device__ __forceinline__ void produce_queries(const ForwardArguments& a,
     if (w.stop) break;
     timeline.tile(tiles - 1, QueriesTile::kAwaitSlot);
 #pragma unroll 1
-    for (int consumer = 0; consumer < Config::kConsumers && !w.loading; ++consumer) {
-      ptx::mbarrier_wait(shared_address(&s.q_empty[q_slot.stage][consumer]), q_slot.parity ^ 1);
-      if (consumer == 0) timeline.tile(tiles - 1, QueriesTile::kIssue);
-      inject(Fault::kQuery, tiles * Config::kConsumers + consumer);
-      load_queries<Config>(a, s, w, q_slot.stage, consumer);
+    for (int unit = 0; unit < Config::kUnits && !w.loading; ++unit) {
+      ptx::mbarrier_wait(shared_address(&s.q_empty[q_slot.stage][unit]), q_slot.parity ^ 1);
+      if (unit == 0) timeline.tile(tiles - 1, QueriesTile::kIssue);
+      inject(Fault::kQuery, tiles * Config::kUnits + unit);
+      load_queries<Config>(a, s, w, q_slot.stage, unit);
     }
     if (w.loading) timeline.tile(tiles - 1, QueriesTile::kIssue);
     inject(Fault::kReleaseTile, tiles);

@@ -13,7 +13,7 @@
 
 // What the caller's buffer and reader are made for.
 struct TimelineTile {
-  int block_m, block_n, blocks_per_sm, consumers, heads_per_tile, heads_side_by_side;
+  int block_m, block_n, blocks_per_sm, consumers, heads_per_tile, key_parts, heads_side_by_side;
 };
 
 // Sets the buffer for the marks of later launches on the current device; null, or CUDA's message.
@@ -65,7 +65,8 @@ ATTNSCOPE_EXPORT const char* attnscope_timeline_forward(const void* q, const voi
   const auto& t = attnscope::sm90::kForwardTiles[choice.row];
   if (t.block_m != tile->block_m || t.block_n != tile->block_n ||
       t.blocks_per_sm != tile->blocks_per_sm || t.consumers() != tile->consumers ||
-      t.heads_per_tile != tile->heads_per_tile || 1 << choice.grouping != tile->heads_side_by_side)
+      t.heads_per_tile != tile->heads_per_tile || t.key_parts != tile->key_parts ||
+      1 << choice.grouping != tile->heads_side_by_side)
     return "the sources choose another tile than the installed build; run `make build`";
   return attnscope::sm90::launch_forward(p, stream);
 }

@@ -23,7 +23,7 @@ __device__ __forceinline__ void count_tiles(const ForwardArguments& a, TileQueue
   if (s.batch + lane < a.params.batch) {
     const Segment q =
         segment(a.params.cu_seqlens_q, a.params.total_q, a.params.seqlen_q, s.batch + lane);
-    tiles = (units_of<Config>(a, q.length) + Config::kHeadConsumers - 1) / Config::kHeadConsumers *
+    tiles = (units_of<Config>(a, q.length) + Config::kHeadUnits - 1) / Config::kHeadUnits *
             a.heads.divisor;
   }
 #pragma unroll
@@ -89,14 +89,14 @@ __device__ __forceinline__ void describe_tile(const ForwardArguments& a, const T
   const Window window{seg_k.length - seg_q.length, p.window_left, p.window_right};
   // Where tiles do not divide the units, the first tiles have one less. Under a causal mask the
   // last tiles see the most keys: those keep all consumers at work.
-  constexpr int kUnits = Config::kHeadConsumers;
+  constexpr int kUnits = Config::kHeadUnits;
   const int rows = grouping<Config>(a).rows(seg_q.length);
   const int units = units_of<Config>(a, seg_q.length);
   const int missing = (units + kUnits - 1) / kUnits * kUnits - units;
   const auto first_unit_of = [&](int m_block) { return m_block * kUnits - min(m_block, missing); };
   const int first_unit = first_unit_of(s.m_block);
   const int end_unit = first_unit_of(s.m_block + 1);
-  const int unit = first_unit + (is_consumer ? lane % kUnits : 0);
+  const int unit = first_unit + (is_consumer ? Config::unit_of(lane) % kUnits : 0);
   const int last_unit = is_consumer ? unit : end_unit - 1;
   const int place = unit / a.together;  // of its 64 rows in the sequence
   const int begin_row = 64 * place;
@@ -115,6 +115,14 @@ __device__ __forceinline__ void describe_tile(const ForwardArguments& a, const T
   BlockRange range =
       block_range(window, grouping<Config>(a).query(begin_row),
                   grouping<Config>(a).query(end_row - 1) + 1, seg_k.length, Config::kBlockN);
+  if constexpr (Config::kKeyParts > 1) {
+    if (is_consumer) {
+      range = of_part(range, Config::part_of(lane), Config::kKeyParts);
+    } else {
+      range.begin /= Config::kKeyParts;
+      range.end = (range.end + Config::kKeyParts - 1) / Config::kKeyParts;
+    }
+  }
   const int tile_begin = __shfl_sync(0xffffffffu, range.begin, kTileLane);
   if (is_consumer) {
     if (absent || range.begin >= range.end) range.begin = range.end = tile_begin;
@@ -139,8 +147,8 @@ __device__ __forceinline__ void store_empty(const ForwardArguments& a, const Til
   const ForwardParams& p = a.params;
   const int lane = ptx::lane();
 #pragma unroll 1
-  for (int i = 0; i < Config::kConsumers * 64; ++i) {
-    const Unit& unit = w.unit[i / 64];
+  for (int i = 0; i < Config::kUnits * 64; ++i) {
+    const Unit& unit = w.unit[i / 64 * Config::kKeyParts];
     const int row = i % 64;
     if (row >= unit.rows) continue;
     const int64_t query = unit.q_row + grouping<Config>(a).query(row),
@@ -208,9 +216,21 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
       }
     }
     timeline.tile(tiles, SchedulerTile::kHand);
+    if (described && w.loading) {  // handed out by hand_first_tile
+      note_tile(timeline, tiles, w);
+      __syncwarp();
+      if (elected) ++s.queue.tiles;
+      __syncwarp();
+      continue;
+    }
     bool stop;
     while (true) {
-      stop = described ? w.stop : !fill_in<Config, true>(a, s.queue, w);
+      if (described) {
+        stop = w.stop;
+      } else {
+        stop = !fill_in<Config, true>(a, s.queue, w);
+        if (elected) w.stop = stop;
+      }
       if (stop || w.range.begin < w.range.end) break;
       store_empty<Config>(a, w);
       __syncwarp();
@@ -223,7 +243,6 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
     } else {
       note_tile(timeline, s.queue.tiles, w);
     }
-    if (elected && !described) w.stop = stop;
     inject(Fault::kTile, s.queue.tiles);
     __syncwarp();  // every lane wrote a part
     if (kEveryLaneArrives || elected) {

@@ -19,11 +19,11 @@
 
 namespace attnscope::sm90 {
 
-template <class Element_, int kHeadDim_, int kBlockM_>
-struct ForwardConfig {
+template <class Element_, int kHeadDim_, int kBlockM_, int kKeyParts_>
+struct AnyForwardConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr ForwardTile kTile = forward_tile(kHeadDim, kBlockM_);
+  static constexpr ForwardTile kTile = forward_tile(kHeadDim, kBlockM_, kKeyParts_);
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kQStages = kTile.q_stages;
@@ -32,7 +32,10 @@ struct ForwardConfig {
   static constexpr int kBlocksPerSm = kTile.blocks_per_sm;
   static constexpr int kConsumers = kTile.consumers();
   static constexpr int kHeadsPerTile = kTile.heads_per_tile;
-  static constexpr int kHeadConsumers = kConsumers / kHeadsPerTile;  // per head
+  static constexpr int kKeyParts = kTile.key_parts;
+  static constexpr int kUnits = kConsumers / kKeyParts;
+  static constexpr int kHeadUnits = kUnits / kHeadsPerTile;      // per head
+  static constexpr int kKeyBuffers = kHeadsPerTile * kKeyParts;  // of K in a stage, and of V
   static constexpr int kThreads = kTile.threads();
   static constexpr int kProducerRegisters = kTile.producer_registers();
   static constexpr int kConsumerRegisters = kTile.consumer_registers();
@@ -42,21 +45,34 @@ struct ForwardConfig {
   static constexpr int kRowBytes = 128;  // one swizzled row of a 64-element column block
   static constexpr bool kScoresLive = kTile.scores_live;
   static constexpr bool kTakesGroups =
-      kForwardTiles[grouped_tile(kHeadDim)].block_m == kTile.block_m;
+      kKeyParts == 1 && kForwardTiles[grouped_tile(kHeadDim)].block_m == kTile.block_m;
 
-  // Whose keys a consumer reads, among the heads with keys of their own in the tile.
-  static __device__ __forceinline__ int head_of(int consumer) {
-    return kHeadsPerTile == 1 ? 0 : consumer / kHeadConsumers;
+  // The consumer's rows, among the units of the tile, and its part of a step's keys.
+  static __device__ __forceinline__ int unit_of(int consumer) { return consumer / kKeyParts; }
+  static __device__ __forceinline__ int part_of(int consumer) { return consumer % kKeyParts; }
+  // Which buffer of a stage a consumer reads: the heads of a tile and the parts of a step have keys
+  // of their own.
+  static __device__ __forceinline__ int key_buffer_of(int consumer) {
+    return (kHeadsPerTile == 1 ? 0 : consumer / kHeadUnits) * kKeyParts + part_of(consumer);
   }
 
   static_assert(kHeadsPerTile == 1 || !kTakesGroups, "heads have rows of their own or share them");
+  static_assert(kKeyParts == 1 || kKeyParts == 2, "two consumers exchange O");
   static_assert(kTile.head_dim == kHeadDim, "the tile table has no such row");
   static_assert(kHeadDim % 16 == 0, "a product is 16 deep");
   static_assert(kBlockN % 16 == 0, "keys are consumed 16 at a time");
   static_assert(kConsumers >= 1 && kConsumers <= kMaxConsumers, "TileWork has room for these");
 };
 
-// Up to 64 rows of one query head: a consumer's part of a tile.
+// One consumer for each unit of a tile.
+template <class Element, int kHeadDim, int kBlockM>
+struct ForwardConfig : AnyForwardConfig<Element, kHeadDim, kBlockM, 1> {};
+
+// Two consumers share the rows of a unit and divide its keys.
+template <class Element, int kHeadDim, int kBlockM>
+struct SplitForwardConfig : AnyForwardConfig<Element, kHeadDim, kBlockM, 2> {};
+
+// Up to 64 rows of one query head, and the keys of them that are a consumer's: its part of a tile.
 struct Unit {
   BlockRange range;  // the blocks that its rows see
   int head;
@@ -102,19 +118,29 @@ struct LateCopy {
 };
 #endif
 
+// The Fragments of a consumer that has half of the keys, but for S, for the consumer that has the
+// other half. By warp and lane.
+template <class Config, bool kHasParts>
+struct PartialOutput {
+  float4 o[Config::kUnits * 4][Config::kHeadDim / 8][32];
+  float4 rows[Config::kUnits * 4][32];  // row_max, row_sum
+};
+template <class Config>
+struct PartialOutput<Config, false> {};
+
 // Barriers are named by the event that completes them.
 template <class Config>
 struct ForwardShared {
   using Element = typename Config::Element;
   static constexpr int kStages = Config::kStages;
   static constexpr int kTiles = 2;  // one in work, one being fetched
-  alignas(1024) Element q[Config::kQStages][Config::kConsumers][64 * Config::kColumns];
-  alignas(1024) Element k[kStages][Config::kHeadsPerTile][Config::kBlockN * Config::kColumns];
-  alignas(1024) Element v[kStages][Config::kHeadsPerTile][Config::kBlockN * Config::kColumns];
+  alignas(1024) Element q[Config::kQStages][Config::kUnits][64 * Config::kColumns];
+  alignas(1024) Element k[kStages][Config::kKeyBuffers][Config::kBlockN * Config::kColumns];
+  alignas(1024) Element v[kStages][Config::kKeyBuffers][Config::kBlockN * Config::kColumns];
   // A warp's O on the way out.
-  alignas(1024) Element o[Config::kConsumers * 4][Config::kOutStages][16 * 64];
-  uint64_t q_full[Config::kQStages][Config::kConsumers],
-      q_empty[Config::kQStages][Config::kConsumers];
+  alignas(1024) Element o[Config::kUnits * 4][Config::kOutStages][16 * 64];
+  PartialOutput<Config, (Config::kKeyParts > 1)> partial;
+  uint64_t q_full[Config::kQStages][Config::kUnits], q_empty[Config::kQStages][Config::kUnits];
   uint64_t k_full[kStages], k_empty[kStages];
   uint64_t v_full[kStages], v_empty[kStages];
   uint64_t tile_full[kTiles], tile_empty[kTiles], tile_wanted;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -91,6 +92,16 @@ def integers(text: str, option: str) -> list[int]:
     if not words or not all(word.isdecimal() and int(word) for word in words):
         raise ValueError(f"{option} must be positive integers such as 128,256, got {text!r}")
     return [int(word) for word in words]
+
+
+def parse_window(text: str) -> tuple[int, int]:
+    """The two bounds of "LEFT,RIGHT". Raises ValueError for anything else."""
+    found = re.fullmatch(r"(-?\d+),(-?\d+)", text)
+    if found is None:
+        raise ValueError(
+            f"window must be LEFT,RIGHT, such as 255,0, got {text!r}. -1 leaves a side unbounded"
+        )
+    return int(found[1]), int(found[2])
 
 
 def make_folder(path: Path) -> None:

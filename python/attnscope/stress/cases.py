@@ -61,6 +61,7 @@ def all_cases(mode: str = "forward") -> Iterator[Case]:
     # Two heads in a tile, and an odd number of them.
     for options in MASKS.values():
         yield case(50, 100, 130, 5, 5, 64, **options)
+    yield case(24, 500, 500, 8, 8, 64, causal=True)  # tiles of 256 rows
 
 
 def _cases_of_every_mode(head_dims: tuple[int, ...]) -> Iterator[Case]:

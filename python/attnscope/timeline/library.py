@@ -23,7 +23,7 @@ SOURCES = ("csrc/kernels/sm90_forward/launch.cu", "csrc/attn/tile_counter.cu")
 FOLDERS = ("csrc/ptx", "csrc/attn", "csrc/kernels/sm90_forward")
 TILE_FIELDS = (
     "head_dim", "block_m", "block_n", "q_stages", "stages", "blocks_per_sm", "consumers",
-    "scores_live", "heads_per_tile",
+    "scores_live", "heads_per_tile", "key_parts",
 )  # fmt: skip
 HOPPER = 90  # compute capability
 ELEMENTS = {"bfloat16": "__nv_bfloat16", "float16": "__half"}
@@ -124,7 +124,8 @@ class Tile(ctypes.Structure):
     _fields_ = [  # noqa: RUF012 (ctypes reads a list)
         (name, ctypes.c_int)
         for name in (
-            "block_m", "block_n", "blocks_per_sm", "consumers", "heads_per_tile", "heads",
+            "block_m", "block_n", "blocks_per_sm", "consumers", "heads_per_tile", "key_parts",
+            "heads",
         )
     ]  # fmt: skip
 

@@ -156,18 +156,20 @@ class Recording:
             self.notes(at)[:, layout.TILE_NOTES.index(name), None].astype(np.int64)
             for name in ("head", "first_unit", "end_unit")
         )
-        consumers = np.arange(tile["consumers"])
-        of_head = consumers.size // tile.get("heads_per_tile", 1)
-        unit = first_unit + consumers % of_head
+        parts = tile.get("key_parts", 1)
+        number, part = np.divmod(np.arange(tile["consumers"]), parts)  # of the units of a tile
+        of_head = number.size // parts // tile.get("heads_per_tile", 1)
+        unit = first_unit + number % of_head
         first = layout.ROWS * (unit // self.heads_together)
         end = np.minimum(first + layout.ROWS, work["seqlen_q"] * tile["heads"])
-        head = head + consumers // of_head  # the last tile may lack a head
+        head = head + number // of_head  # the last tile may lack a head
         end = np.where((unit < end_unit) & (head < work["heads_q"]), end, first)
         keys = work["seqlen_k"]
         if work["causal"]:
             queries = -(-end // tile["heads"])
             keys = np.clip(queries + work["seqlen_k"] - work["seqlen_q"], 0, keys)
-        return np.where(first < end, -(-keys // tile["block_n"]), 0)
+        blocks = np.where(first < end, -(-keys // tile["block_n"]), 0)
+        return (blocks + parts - 1 - part) // parts
 
     def _whole_tiles(self, at: int) -> NDArray[np.int64]:
         """For each lane, the number of leading tiles that are recorded with all their steps."""
