@@ -28,6 +28,8 @@ def run_python(
     with tempfile.TemporaryDirectory() as folder:
         paths = [os.path.join(folder, name) for name in ("out", "err")]
         where = (str(cwd or Path.cwd()), dict(os.environ if env is None else env))
+        for path in paths:
+            Path(path).touch()
         process = context.Process(target=_child, args=(arguments, paths, *where))
         process.start()
         process.join(timeout)
@@ -50,8 +52,10 @@ def _child(
     os.environ.clear()
     os.environ.update(environment)
     if arguments[0] == "-m":
-        sys.argv, sys.path[0] = ["-m", *arguments[2:]], cwd
+        sys.argv = ["-m", *arguments[2:]]
+        sys.path.insert(0, cwd)
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
-        sys.argv, sys.path[0] = list(arguments), str(Path(arguments[0]).parent)
+        sys.argv = list(arguments)
+        sys.path.insert(0, str(Path(arguments[0]).parent))
         runpy.run_path(arguments[0], run_name="__main__")

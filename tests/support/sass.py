@@ -36,7 +36,9 @@ def _dump(library: Path, arch: str) -> str:
         if not file.exists() or file.stat().st_mtime_ns <= library.stat().st_mtime_ns:
             command = [str(cuobjdump()), "-arch", arch, "-sass", str(library)]
             dump = subprocess.run(command, capture_output=True, check=True).stdout
-            file.write_bytes(dump)
+            made = file.with_suffix(".tmp")
+            made.write_bytes(dump)
+            made.replace(file)
     return file.read_text()
 
 

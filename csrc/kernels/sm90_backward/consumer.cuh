@@ -184,8 +184,8 @@ class BackwardConsumer {
     if (block == ragged_block) clear_rows<kBlockM>(s.dout[slot.stage], ragged_rows());
   }
 
-  // Zeroes the rows of a tile from `first` on, before this consumer's products read them. Both
-  // consumers do so: neither has to wait for the other.
+  // Zeroes the rows of a tile from `first` on, before this consumer's products read them. Every
+  // consumer does so: none has to wait for another.
   template <int kRows>
   __device__ __forceinline__ void clear_rows(typename Config::Element* tile, int first) const {
     constexpr int kChunks = Config::kRowBytes / 16;

@@ -40,7 +40,7 @@ struct AnyForwardConfig {
   static constexpr int kProducerRegisters = kTile.producer_registers();
   static constexpr int kConsumerRegisters = kTile.consumer_registers();
   static constexpr int kColumns = kTile.columns();
-  static constexpr int kQBytes = 2 * 64 * kColumns;          // per consumer
+  static constexpr int kQBytes = 2 * 64 * kColumns;          // per unit
   static constexpr int kTileBytes = 2 * kBlockN * kColumns;  // of K or V
   static constexpr int kRowBytes = 128;  // one swizzled row of a 64-element column block
   static constexpr bool kScoresLive = kTile.scores_live;

@@ -355,7 +355,10 @@ def _load(
 
     impl_a, impl_b = (ALIASES.get(str(impl), impl) for impl in (impl_a, impl_b))
     if a == b and impl_a == impl_b:
-        raise ValueError("impl-a and impl-b must be two impls in one file, got one")
+        raise ValueError(
+            f"impl-a and impl-b must be two impls of one file, got {impl_a} twice. Give both, or a "
+            "second file"
+        )
     if impl_b is not None and impl_a is None:
         raise ValueError("impl-a must be given with --impl-b, got none")
     files = read_results(a), read_results(b)

@@ -76,7 +76,10 @@ def put_results(document: Path, results: Mapping[Path, Path]) -> None:
     except OSError as error:
         raise ValueError(f"{document}: {error.strerror}") from None
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"{document} must have one {BEGIN} and then one {END}, got others")
+        raise ValueError(
+            f"{document} must have one {BEGIN} and then one {END}, got {text.count(BEGIN)} and "
+            f"{text.count(END)}. Put each on a line of its own"
+        )
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     here = document.parent
     parts = [

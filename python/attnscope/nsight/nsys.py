@@ -101,7 +101,10 @@ class NsysSettings:
 
     def __post_init__(self) -> None:
         if self.gate not in (None, "cuda"):
-            raise ValueError(f"gate must be cuda or left out, got {self.gate!r}")
+            raise ValueError(
+                f"gate must be cuda or left out, got {self.gate!r}. In a session.yaml of an "
+                "earlier version, delete the line"
+            )
         if self.range is not None:
             parse_range(self.range)
         if self.gate is not None and self.range is not None:

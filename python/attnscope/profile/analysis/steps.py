@@ -297,6 +297,8 @@ def split(
     The steps and the events of each part must be sorted by start, and the steps disjoint. The last
     entry is time that no part covers, so the entries of a step sum to its length.
     """
+    if not steps:
+        return []
     none = len(by_part)
     begins = np.array([step.start for step in steps], dtype=np.int64)
     ends = np.array([step.end for step in steps], dtype=np.int64)
