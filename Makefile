@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 NVCC ?= yes     # no: without an nvcc on the machine, build the CPU library only
-PYTEST_ARGS ?= -n 3 --dist worksteal
+PYTEST_ARGS ?= -n 2 --dist worksteal
 
 PY := $(VENV)/bin/python
 BIN := $(VENV)/bin
