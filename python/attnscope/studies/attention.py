@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 COMMAND = "profile_kernels"
 WARMUP_CALLS = 3
 RETRIES = 2
+MOST_REST_S = 0.1  # a first call may compile for long
 SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
 MODELS_VARIABLE = "ATTNSCOPE_RANGE_MODELS"  # the file for FLOPs and bytes of each range
 LARGEST = 2**31 - 1  # of each size
@@ -101,6 +103,10 @@ def attention_command(
         bool, typer.Option("--backward", help="Run backward passes too, of impls that have one.")
     ] = False,
     iterations: Annotated[int, typer.Option(min=1, help="Calls of each pass.")] = 10,
+    rest: Annotated[
+        float,
+        typer.Option(min=0, help="Idle time of the GPU after each call, as a multiple of its time."),
+    ] = 0.0,
     output: Annotated[
         Path, typer.Option(help="Folder for tables, memory data, page and chrome trace.")
     ] = Path("profile_output"),
@@ -147,9 +153,9 @@ def attention_command(
     with _failures():
         _warm_up(passes)
         if no_profile or tool:
-            _measure(passes, iterations)
+            _measure(passes, iterations, rest)
         else:
-            profiled = _record(name, passes, iterations)
+            profiled = _record(name, passes, iterations, rest)
             _verify(passes, profiled, where)
             profiled.print()
     if no_profile or tool:
@@ -284,7 +290,16 @@ def _warm_up(passes: Sequence[Pass]) -> None:
         synchronize()
 
 
-def _measure(passes: Sequence[Pass], iterations: int) -> None:
+@contextmanager
+def resting(rest: float) -> Iterator[None]:
+    """Wait for the GPU after a call, then for `rest` times as long as the call took."""
+    begin = time.perf_counter()
+    yield
+    synchronize()
+    time.sleep(min(rest * (time.perf_counter() - begin), MOST_REST_S))
+
+
+def _measure(passes: Sequence[Pass], iterations: int, rest: float = 0.0) -> None:
     import torch
 
     # NVTX ranges are per thread: backward must launch its kernels from this thread.
@@ -292,13 +307,14 @@ def _measure(passes: Sequence[Pass], iterations: int) -> None:
         for one in passes:
             with annotate(one.range):
                 for _ in range(iterations):
-                    one.call()
+                    with resting(rest) if rest else nullcontext():
+                        one.call()
                 synchronize()
 
 
-def _record(name: str, passes: Sequence[Pass], iterations: int) -> Profile:
+def _record(name: str, passes: Sequence[Pass], iterations: int, rest: float) -> Profile:
     recorded = profile(name, warmup=2, retries=RETRIES, memory=True)(_measure)
-    recorded(passes, iterations)
+    recorded(passes, iterations, rest)
     return recorded.profile
 
 

@@ -6,7 +6,6 @@ that work and something more: what, and at most how much, is stated before the c
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from attnscope.bench.timing import Settings, Timing, make_timer, time_interleave
 from attnscope.profile.attribution.owners import Attribution, busy_ns
 from attnscope.profile.errors import LostEvents
 from attnscope.profile.trace.events import GpuEvent
+from attnscope.studies.attention import resting
 from attnscope.studies.ops.kineto import Averages, record_with_averages
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ RETRIES = 2  # when events were lost
 # Idle time of the GPU after each call, as a multiple of the call's time, in the profile and between
 # samples: calls back to back reach the power limit, and their clock then falls.
 REST = 2.0
-MOST_REST_S = 0.1  # a first call may compile for long
 
 Call = Callable[[], Any]
 
@@ -205,11 +204,8 @@ def record_calls(fn: Call, samples: int, warmup: int = 3) -> tuple[Profile, Aver
 
     def calls() -> None:
         for _ in range(samples):
-            begin = time.perf_counter()
-            with torch.profiler.record_function(CALL):
+            with resting(REST), torch.profiler.record_function(CALL):
                 fn()
-            torch.cuda.synchronize()
-            time.sleep(min(REST * (time.perf_counter() - begin), MOST_REST_S))
 
     for _ in range(warmup):
         calls()

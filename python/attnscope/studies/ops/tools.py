@@ -26,7 +26,7 @@ from attnscope.nsight.tool import ToolError
 from attnscope.profile.render.document import Document, Section, rows_of
 from attnscope.ranges import DOMAIN
 from attnscope.studies.attention import BACKWARD, FORWARD, prepare
-from attnscope.studies.ops.reconcile import Measurement, compare, measure
+from attnscope.studies.ops.reconcile import REST, Measurement, compare, measure
 
 COMMAND = "reconcile_tools"
 NSYS_TOLERANCE = 0.005  # the same activity records as PyTorch's profiler, in another process
@@ -107,7 +107,8 @@ def reconcile_command(
         passes = prepare(one, work, 0, where, kinds)
         make_folder(output)
     program = [sys.executable, "-m", "attnscope.studies.attention", "--impl", one.name]
-    program += ["--workload", workload, "--mode", "both" if backward else FORWARD, "--no-profile"]
+    program += ["--workload", workload, "--mode", "both" if backward else FORWARD]
+    program += ["--no-profile", "--rest", str(REST)]
     sections, agree = [], True
     for each in passes:
         found, range_ = list(measure(each.call, samples=samples)), f"{each.range}@{DOMAIN}"
