@@ -11,13 +11,14 @@ from typing import Annotated, Any
 import typer
 
 from attnscope.common.console import say
+from attnscope.common.forms import JSON, AsJson, Form, form_of
 from attnscope.common.options import bad_input, split
 from attnscope.nsight import ncu
 from attnscope.nsight.metrics import SETS, chip_of
 from attnscope.nsight.models import read_models
 from attnscope.nsight.ncu import Settings
 from attnscope.nsight.ncu_reader import Kernel
-from attnscope.nsight.output import JSON, AsJson, Form, form_of, show
+from attnscope.nsight.output import show
 from attnscope.nsight.settings import read_settings
 from attnscope.nsight.tool import ToolError, check_program, new_folder, print_plan
 from attnscope.profile.render.document import Document

@@ -8,7 +8,7 @@ fp64, in fp32, and with every step rounded to the dtype; the causes follow from 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -52,6 +52,11 @@ class Location:
     def error(self) -> float:
         """The absolute difference of got and want; nan where one is not finite."""
         return abs(self.got - self.want)
+
+    def facts(self) -> dict[str, Any]:
+        """The location for JSON: values that are not finite are text."""
+        values = {"got": self.got, "want": self.want, "error": self.error}
+        return asdict(self) | {k: v if math.isfinite(v) else str(v) for k, v in values.items()}
 
     def lines(self) -> list[str]:
         """The location as lines of text."""

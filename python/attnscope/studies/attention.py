@@ -51,6 +51,12 @@ Call = Annotated[
     typer.Option(help="Instead of sizes: a call, such as b2-s8192-h16-d128-causal."),
 ]
 Mode = Annotated[str | None, typer.Option(help="Passes to run: forward, backward or both.")]
+Rest = Annotated[
+    float, typer.Option(min=0, help="Idle time after each call, as a multiple of its time.")
+]
+Folder = Annotated[
+    Path, typer.Option(help="Folder for tables, memory data, page and chrome trace.")
+]
 Blocking = Annotated[
     bool,
     typer.Option(
@@ -103,13 +109,8 @@ def attention_command(
         bool, typer.Option("--backward", help="Run backward passes too, of impls that have one.")
     ] = False,
     iterations: Annotated[int, typer.Option(min=1, help="Calls of each pass.")] = 10,
-    rest: Annotated[
-        float,
-        typer.Option(min=0, help="Idle time of the GPU after each call, as a multiple of its time."),
-    ] = 0.0,
-    output: Annotated[
-        Path, typer.Option(help="Folder for tables, memory data, page and chrome trace.")
-    ] = Path("profile_output"),
+    rest: Rest = 0.0,
+    output: Folder = Path("profile_output"),
     no_profile: Annotated[
         bool, typer.Option("--no-profile", help="Run the ranges only, PyTorch's profiler off.")
     ] = False,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attnscope.common.console import say
+from attnscope.common.forms import TERMINAL, AsJson, Form, form_of
 from attnscope.common.options import Device, bad_input, integers, pick_device, split
-from attnscope.nsight.output import TERMINAL, AsJson, Form, form_of
 from attnscope.studies.lm.model import PRECISIONS, SIZES, TINY, model_config
 from attnscope.studies.outputs import Output, bad_output, finish, progress, start
 

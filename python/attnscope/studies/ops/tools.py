@@ -15,12 +15,13 @@ import numpy as np
 import typer
 
 from attnscope.common.console import say
+from attnscope.common.forms import TERMINAL, AsJson, Form, form_of
 from attnscope.common.options import bad_input, make_folder, pick_device
 from attnscope.nsight import ncu, nsys
 from attnscope.nsight.analysis import Analysis
 from attnscope.nsight.ncu import Settings as NcuSettings
 from attnscope.nsight.nsys import NsysSettings
-from attnscope.nsight.output import TERMINAL, AsJson, Form, form_of, show
+from attnscope.nsight.output import show
 from attnscope.nsight.recording import Recording
 from attnscope.nsight.tool import ToolError
 from attnscope.profile.render.document import Document, Section, rows_of
