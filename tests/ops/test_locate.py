@@ -85,6 +85,20 @@ def test_overflow_of_the_weights() -> None:
     assert "past 11.09" in found.cause and found.fp32.startswith("yes: finite")
 
 
+def test_scores_so_large_that_a_step_of_fp32_moves_the_result() -> None:
+    q, k, v = tensors()
+    q, k = q * 400, k * 400
+    k[:, 1::2] = k[:, ::2]  # two keys share each row's weight
+    of_group = k.repeat_interleave(2, 2).double()
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), of_group) * 32**-0.5
+    steps = scores.abs() * torch.finfo(torch.float32).eps
+    weights = (scores + steps * (-1.0) ** torch.arange(64)).softmax(-1)
+    out = torch.einsum("bhqk,bkhd->bqhd", weights, v.repeat_interleave(2, 2).double())
+    found = locate_forward(q, k, v, out.half(), block=BLOCK)
+    assert found is not None and found.fp32.startswith("yes: finite")
+    assert re.match(r"rounding of the scores in fp32: at .* a step is 0\.\d+, which", found.cause)
+
+
 def test_an_element_that_no_number_explains() -> None:
     q, k, v = tensors()
     out, lse = naive_attention(q, k, v, causal=True)

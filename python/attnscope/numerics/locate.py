@@ -296,6 +296,7 @@ def _rounding(row: _Row, got: float, want: float, column: int | None) -> str:
         return "loss of precision in the sum of exponentials"
     error = abs(got - want)
     narrow = abs(float(row.attend(row.q.dtype)[column]) - want)
+    narrow = narrow if math.isfinite(narrow) else 0.0  # it overflows, and explains nothing
     wide = abs(float(row.attend(torch.float32)[column]) - want)
     name = str(row.q.dtype).removeprefix("torch.")
     top = float(row.scores().abs().max())
@@ -303,6 +304,14 @@ def _rounding(row: _Row, got: float, want: float, column: int | None) -> str:
         return (
             f"rounding of the inputs and of out: fp32 accumulation is off by {wide:.3g} too "
             f"(scores up to {top:.3g})"
+        )
+    step = torch.finfo(torch.float32).eps * top
+    weights = torch.softmax(row.scores(), 0)
+    moved = step * float(weights @ (row.v[:, column].double() - want).abs())
+    if moved >= EXPLAINS * error:
+        return (
+            f"rounding of the scores in fp32: at {top:.3g} a step is {step:.2g}, which moves this "
+            f"element by up to {moved:.3g}"
         )
     if narrow >= EXPLAINS * error:
         return (

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnscope.bench.hold import HoldTimeout
 from attnscope.bench.timing import Settings, Timing, make_timer, time_interleaved
+from attnscope.common.console import explain
 from attnscope.profile.attribution.owners import Attribution, busy_ns
 from attnscope.profile.errors import LostEvents
 from attnscope.profile.trace.events import GpuEvent
@@ -121,16 +122,16 @@ def measurements(
     """The three tools' times, the profiler's first. `pair_us`: what an empty event pair lasts."""
     gaps_us = GAP_US * max(0.0, work.pieces - 1)
     overlap = f"; {work.overlap_us:.1f} us of it run at the same time" if work.overlap_us else ""
-    pieces = f"{work.pieces:g} kernels and copies"
+    pieces = pieces_text(work.pieces)
     beyond = (
         f"the events themselves (an empty pair: {pair_us:.1f} us), the start of the first kernel"
         f" and the gaps of {pieces}"
     )
     beyond_us = pair_us + START_US + gaps_us
-    error = f"{type(graph.error).__name__}: {graph.error}" if graph.error else None
+    error = explain(graph.error) if graph.error else None
     waits = "waits for the GPU itself, so its launch cannot be kept out of the time"
     return (
-        Measurement("torch profiler", work.sums_us, f"nothing: the sum of {pieces}{overlap}"),
+        Measurement("torch profiler", work.sums_us, f"nothing else: the sum of {pieces}{overlap}"),
         Measurement(
             "CUDA events",
             [] if events.error else [1e3 * ms for ms in events.samples_ms],
@@ -180,6 +181,11 @@ def compare(found: Sequence[Measurement], tolerance: float = TOLERANCE) -> panda
         rows.append(row | {"reason": one.reason or f"holds {one.beyond}"})
     columns = "tool median_us p20_us p80_us samples difference_us difference least_us most_us"
     return pandas.DataFrame(rows, columns=[*columns.split(), "agrees", "reason"])
+
+
+def pieces_text(count: float) -> str:
+    """The pieces of GPU work of a call."""
+    return "1 kernel or copy" if count == 1 else f"{count:g} kernels and copies"
 
 
 def _p20_p80(samples: Sequence[float]) -> tuple[float, float]:
