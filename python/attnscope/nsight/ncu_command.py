@@ -51,7 +51,7 @@ Names = Annotated[
 Base = Annotated[
     str | None, typer.Option(help="What --kernel searches: function, demangled, mangled.")
 ]
-Top = Annotated[int | None, typer.Option(help="Only the N functions with the most time in --from.")]
+Top = Annotated[int | None, typer.Option(help="Only the N kernels with the most time in --from.")]
 Record = Annotated[
     Path | None,
     typer.Option("--from", help="With --top: a record of attnscope nsys or attnscope profile."),
@@ -149,9 +149,9 @@ def _select(given: dict[str, Any], top: int | None, record: Path | None) -> list
         raise ValueError("--kernel must be left out with --top, got both")
     inside = given["ranges"] or [None]
     chosen = selection.choose(record, top, inside[0])
-    given["kernels"], given["base"] = [selection.pattern(chosen)], "function"
+    given["kernels"], given["base"] = [selection.pattern(chosen)], chosen[0].base
     return [
-        f"chosen from {record}: {one.function}, {one.total_us:,.0f} us in {one.calls} launches"
+        f"chosen from {record}: {one.shown}, {one.total_us:,.0f} us in {one.calls} launches"
         for one in chosen
     ]
 
