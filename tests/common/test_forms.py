@@ -19,8 +19,10 @@ from attnscope.studies.lm.nsys_report import analyze_command
 from attnscope.studies.ops.command import ops_command
 from attnscope.studies.ops.tools import reconcile_command
 
-SCRIPTS = (attention_command, transformers_command, lm_command, pair_command, analyze_command, ops_command,
-           reconcile_command)  # fmt: skip
+SCRIPTS = (
+    attention_command, transformers_command, lm_command, pair_command, analyze_command, ops_command,
+    reconcile_command,
+)  # fmt: skip
 
 
 def table(rows: int, title: str | None = None) -> Table:
