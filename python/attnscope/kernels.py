@@ -363,18 +363,12 @@ def kernels_command(
             raise ValueError("head-dim, seq-len must be given together, got one of them")
         capability, sms = device_facts(arch, sms)
         call = Call(
-            head_dim=head_dim,
-            head_dim_v=head_dim if head_dim_v is None else head_dim_v,
-            seqlen_q=seq_len,
-            seqlen_k=seq_len if kv_seq_len is None else kv_seq_len,
-            **call_sizes(head_dim, seq_len, batch, heads, kv_heads),
-            causal=causal,
-            window=parse_window(window),
-            packed=packed,
-            softcap=softcap,
-            sms=sms,
+            head_dim=head_dim, head_dim_v=head_dim if head_dim_v is None else head_dim_v,
+            seqlen_q=seq_len, seqlen_k=seq_len if kv_seq_len is None else kv_seq_len,
+            **call_sizes(head_dim, seq_len, batch, heads, kv_heads), causal=causal,
+            window=parse_window(window), packed=packed, softcap=softcap, sms=sms,
             capability=capability,
-        )
+        )  # fmt: skip
         choice = choose_backward(call) if backward else choose_forward(call)
     if form == JSON:
         print(json.dumps({"call": call._asdict(), **choice}, indent=1))
