@@ -93,7 +93,7 @@ def _roofline(kernels: Sequence[Kernel], range_models: Mapping[str, Model], titl
     notes = []
     if without := len(kernels) - len(points):
         notes.append(
-            f"{without} kernels without a counted FLOP are not here. --set roofline counts those "
+            f"Kernels without a counted FLOP are left out: {without}. --set roofline counts FLOPs "
             "outside tensor cores too."
         )
     return Section("Roofline", text, roofline.table(points), figure=drawn, notes=notes)
