@@ -106,9 +106,8 @@ def check_command(
         names = list(KINDS) if kinds == "all" else split(kinds)
         if unknown := [name for name in names if name not in KINDS]:
             raise ValueError(f"kinds must be among {', '.join(KINDS)}, all, got {unknown[0]!r}")
+        impls = pick_impls(impl, where.type)
     with printed(form, "check") as facts:
-        with bad_input("check"):
-            impls = pick_impls(impl, where.type)
         report = CheckReport(facts, lines=form == TERMINAL)
         if not _check_all(works, impls, names, seed, where, locate, report):
             raise typer.Exit(1)

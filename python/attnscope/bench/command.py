@@ -228,7 +228,7 @@ def pick_impls(names: str | None, device_type: str) -> list[Impl]:
         return resolve(DEFAULTS[device_type])
     for name in split(names):
         if name in ALIASES:
-            say(f"{name} is {ALIASES[name]}")
+            say(f"{name} is {ALIASES[name]}", stderr=True)
     return resolve(split(names))
 
 
