@@ -1,5 +1,6 @@
 """Where a result goes wrong: planted NaN, overflow, leaks, masks, by element, tile and cause."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -184,6 +185,10 @@ def test_the_command_on_saved_tensors(tmp_path: Path) -> None:
     (tmp_path / "other.pt").write_text("x")
     code, text = command("--locate", "--inputs", str(tmp_path / "other.pt"))
     assert code == 2 and "inputs must be a file of torch.save" in text
+    code, text = command("--locate", "--inputs", str(tmp_path / "call.pt"), "--impl", "cpu",
+                         "--json")  # fmt: skip
+    (found,) = json.loads(text)["results"]
+    assert code == 1 and not found["finite"] and found["location"]["want"] == "inf"
     code, text = command("--inputs", str(tmp_path / "call.pt"))
     assert code == 2 and "--inputs must be with --locate" in text
 
@@ -207,6 +212,11 @@ def test_the_command_on_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
                          "naive", "--no-causal", "--locate")  # fmt: skip
     assert code == 1
     assert "out[0, 37, 1, 4] is nan, fp64 has" in text and "cause: not in the numbers" in text
+    code, text = command("--seq-lengths", "64", "--head-dim", "32", "--heads", "2", "--impl",
+                         "naive", "--no-causal", "--locate", "--json")  # fmt: skip
+    (found,) = json.loads(text)["results"]
+    assert code == 1 and not found["passed"]
+    assert found["location"]["index"] == [0, 37, 1, 4] and found["location"]["got"] == "nan"
 
 
 @pytest.mark.gpu
