@@ -212,7 +212,8 @@ def _failures() -> Iterator[None]:
 
 def _lead(kernels: Sequence[Kernel], settings: Settings | None = None) -> list[str]:
     devices = dict.fromkeys(kernel.device for kernel in kernels if kernel.device)
-    lines = [f"{len(kernels)} kernels on {', '.join(devices) or 'an unknown device'}"]
+    count = "1 kernel" if len(kernels) == 1 else f"{len(kernels)} kernels"
+    lines = [f"{count} on {', '.join(devices) or 'an unknown device'}"]
     if settings is None:
         return lines
     how = {
