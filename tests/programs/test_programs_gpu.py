@@ -1,6 +1,7 @@
 """The profiler beside nsys on whole programs: equal kernel counts, GPU time within half a percent.
 
-Each program of this folder runs once under each of the two; neither sees the other.
+Each program of this folder runs once under each of the two; neither sees the other. The run ends
+with a table of what each found (conftest.py).
 """
 
 import json
@@ -23,6 +24,7 @@ from attnscope.profile import Profile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 PROGRAMS = Path(__file__).parent
+ROW = "beside nsys"  # the property of a test that is a row of the table: see conftest.py
 TOLERANCE = 0.005  # of the GPU time
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 HOST_S = 0.5  # by which the start of a process varies
@@ -96,15 +98,26 @@ def record(folder: Path, command: list[str]) -> dict[str, Any]:
     return found
 
 
-def agree(case: str, ours: tuple[int, float], theirs: tuple[int, int], share: float) -> bool:
-    """Whether the times agree, after a line about them; different counts fail at once."""
-    ratio = ours[1] / theirs[1]
-    print(
-        f"{case:28} kernels {ours[0]:6,} and {theirs[0]:6,}, GPU time {ours[1] / 1e6:9.3f} and "
-        f"{theirs[1] / 1e6:9.3f} ms, ratio {ratio:.4f}, owned {share:.2%}"
-    )
-    assert ours[0] == theirs[0], f"kernels: {ours[0]} by the profiler, {theirs[0]} by nsys"
-    return abs(ratio - 1) <= TOLERANCE
+Row = tuple[str, ...]
+
+
+Agree = Callable[[str, tuple[int, float], tuple[int, int], float], bool]
+
+
+@pytest.fixture
+def agree(record_property: Callable[[str, object], None]) -> Agree:
+    """Whether kernels and nanoseconds agree, after a row for the table about them and the owned
+    share; different counts fail at once."""
+
+    def compare(case: str, ours: tuple[int, float], theirs: tuple[int, int], share: float) -> bool:
+        ratio = ours[1] / theirs[1]
+        times = [f"{ns / 1e6:.3f}" for ns in (ours[1], theirs[1])]
+        counts = [f"{count:,}" for count in (ours[0], theirs[0])]
+        record_property(ROW, [case, *counts, *times, f"{ratio:.4f}", f"{share:.2%}"])
+        assert ours[0] == theirs[0], f"kernels: {ours[0]} by the profiler, {theirs[0]} by nsys"
+        return abs(ratio - 1) <= TOLERANCE
+
+    return compare
 
 
 def assert_agrees(compare: Callable[[], bool], runs: int = 2) -> None:
@@ -114,7 +127,7 @@ def assert_agrees(compare: Callable[[], bool], runs: int = 2) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_counts_and_time_are_those_of_nsys(case: str, tmp_path: Path) -> None:
+def test_counts_and_time_are_those_of_nsys(case: str, tmp_path: Path, agree: Agree) -> None:
     if case == "hugging_face.py" and find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
     if "--compile" in case:
@@ -132,7 +145,7 @@ def test_counts_and_time_are_those_of_nsys(case: str, tmp_path: Path) -> None:
     assert_agrees(compare)
 
 
-def test_a_trace_that_a_script_recorded_itself_is_read(tmp_path: Path) -> None:
+def test_a_trace_that_a_script_recorded_itself_is_read(tmp_path: Path, agree: Agree) -> None:
     script = program("own_profiler.py")
 
     def compare() -> bool:
@@ -194,7 +207,7 @@ def record_ranks(folder: Path, script: list[str]) -> dict[str, Any]:
 
 
 @TWO_GPUS
-def test_ddp_on_two_gpus_is_what_nsys_sees(tmp_path: Path) -> None:
+def test_ddp_on_two_gpus_is_what_nsys_sees(tmp_path: Path, agree: Agree) -> None:
     # One bucket: collectives slow the kernels beside them, differently in each run.
     script = program("ddp_two_gpus.py 30 0 1000")
 
