@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
+from attnscope.common.watcher import begin_step
+
 
 def console(stderr: bool = False) -> Console:
     """A console; wide where the output is a file or a pipe."""
@@ -29,6 +31,7 @@ def progress(what: str) -> Iterator[Callable[[float], None]]:
 
     The bar is shown in a terminal only, and is gone after the block.
     """
+    begin_step(what)
     out = console(stderr=True)
     if not out.is_terminal:
         yield lambda share: None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, nullcontext, redirect_stdout
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import typer
 
 from attnscope.common.console import explain, say
 from attnscope.common.options import bad_input, make_folder
+from attnscope.common.watcher import watched
 from attnscope.profile import options as of
 from attnscope.profile.api import Profile
 from attnscope.profile.errors import LostEvents, ProfileError
@@ -20,6 +21,7 @@ from attnscope.profile.record.launcher import (
     rank_of_process,
     unrecorded_children,
 )
+from attnscope.profile.record.recorder import kept_traces
 from attnscope.profile.record.session import profile
 from attnscope.profile.record.step_window import parse_steps
 from attnscope.profile.render.terminal import print_lint
@@ -62,7 +64,7 @@ def profile_command(
     The exit code is the script's own, 1 if it fails, events were lost, the tables cannot be trusted
     or a budget is exceeded, 2 for bad input.
     """
-    with bad_input("profile"):
+    with bad_input("profile"), ExitStack() as opened:
         of.check_sources(script=script, trace=trace, check=check, diff=diff, merge=merge)
         form = "json" if as_json else form
         how = of.Showing.parse(top, sort, full_names, form, output, fail_if)
@@ -76,6 +78,7 @@ def profile_command(
         found: Profile | None
         rank = None
         if trace is not None:
+            opened.enter_context(_watched("The trace is unchanged"))
             found, code = Profile.read(trace, window, step_range), 0
         else:
             assert script is not None
@@ -96,7 +99,7 @@ def profile_command(
             }  # fmt: skip
             children = child_seconds()
             with nullcontext() if form == "text" else redirect_stdout(sys.stderr):
-                found, code = _record(run, options)
+                found, code = _record(run, options, opened)
             if note := unrecorded_children(children):
                 say(f"profile: {note}", "yellow", stderr=True)
         if found is None:
@@ -114,15 +117,27 @@ def profile_command(
     raise typer.Exit(code or int(found.incomplete is not None or not found.lint.trusted))
 
 
-def _record(run: Script, options: dict[str, Any]) -> tuple[Profile | None, int]:
+def _watched(kept: str) -> AbstractContextManager[None]:
+    """Report the end of the process from here on, and that something is `kept`."""
+    remedy = f"It was killed, or memory ran out. Files of earlier steps are whole. {kept}"
+    return watched("profile", "collecting the events", remedy)
+
+
+def _record(run: Script, options: dict[str, Any], opened: ExitStack) -> tuple[Profile | None, int]:
     """Run the script; return its profile (None if nothing was recorded) and the exit code.
 
-    Raises ValueError if the recording cannot be made.
+    `opened` watches the process from the end of the script on. Raises ValueError if the recording
+    cannot be made.
     """
     code, region = 0, None
     try:
         with profile(run.name, after_steps=run.end, **options) as region:
-            code = run.run()
+            try:
+                code = run.run()
+            finally:
+                opened.enter_context(
+                    _watched(f"If PyTorch wrote its trace, it is in {kept_traces()}")
+                )
     except KeyboardInterrupt:
         code = INTERRUPTED
     except LostEvents:
