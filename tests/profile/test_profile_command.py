@@ -464,10 +464,9 @@ def test_a_process_that_is_killed_after_the_script_says_so(tmp_path: Path) -> No
         command, cwd=tmp_path, capture_output=True, text=True,
         env=os.environ | {"TMPDIR": str(tmp_path)},
     )  # fmt: skip
+    assert "profile: the process ended in this step: writing html in " in done.stderr
     assert done.returncode == -signal.SIGKILL
-    where = tmp_path / "out"
-    assert f"profile: the process ended in this step: writing html in {where}. " in done.stderr
-    assert (where / "profile.json").stat().st_size > 0
+    assert (tmp_path / "out" / "profile.json").stat().st_size > 0
     (trace,) = tmp_path.glob("attnscope-profile-*/script.json")
     assert str(tmp_path / "attnscope-profile-*" / "*.json") in done.stderr
     code, out = run("--trace", str(trace))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, ExitStack, nullcontext, redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import typer
 
 from attnscope.common.console import explain, say
 from attnscope.common.options import bad_input, make_folder
-from attnscope.common.watcher import watched
+from attnscope.common.watcher import begin_step, watched
 from attnscope.profile import options as of
 from attnscope.profile.api import Profile
 from attnscope.profile.errors import LostEvents, ProfileError
@@ -34,6 +34,11 @@ from attnscope.profile.reports import (
     show_rank,
 )
 from attnscope.profile.script import INTERRUPTED, Script
+
+ENDED = (
+    "It was killed, ran out of memory, or called os._exit. Files of earlier steps are whole. If "
+    "PyTorch wrote its trace, it is in {}"
+)
 
 
 def profile_command(
@@ -64,7 +69,7 @@ def profile_command(
     The exit code is the script's own, 1 if it fails, events were lost, the tables cannot be trusted
     or a budget is exceeded, 2 for bad input.
     """
-    with bad_input("profile"), ExitStack() as opened:
+    with bad_input("profile"), watched("profile", "start", ENDED.format(kept_traces())):
         of.check_sources(script=script, trace=trace, check=check, diff=diff, merge=merge)
         form = "json" if as_json else form
         how = of.Showing.parse(top, sort, full_names, form, output, fail_if)
@@ -78,7 +83,6 @@ def profile_command(
         found: Profile | None
         rank = None
         if trace is not None:
-            opened.enter_context(_watched("The trace is unchanged"))
             found, code = Profile.read(trace, window, step_range), 0
         else:
             assert script is not None
@@ -99,7 +103,7 @@ def profile_command(
             }  # fmt: skip
             children = child_seconds()
             with nullcontext() if form == "text" else redirect_stdout(sys.stderr):
-                found, code = _record(run, options, opened)
+                found, code = _record(run, options)
             if note := unrecorded_children(children):
                 say(f"profile: {note}", "yellow", stderr=True)
         if found is None:
@@ -117,27 +121,16 @@ def profile_command(
     raise typer.Exit(code or int(found.incomplete is not None or not found.lint.trusted))
 
 
-def _watched(kept: str) -> AbstractContextManager[None]:
-    """Report the end of the process from here on, and that something is `kept`."""
-    remedy = f"It was killed, or memory ran out. Files of earlier steps are whole. {kept}"
-    return watched("profile", "collecting the events", remedy)
-
-
-def _record(run: Script, options: dict[str, Any], opened: ExitStack) -> tuple[Profile | None, int]:
+def _record(run: Script, options: dict[str, Any]) -> tuple[Profile | None, int]:
     """Run the script; return its profile (None if nothing was recorded) and the exit code.
 
-    `opened` watches the process from the end of the script on. Raises ValueError if the recording
-    cannot be made.
+    Raises ValueError if the recording cannot be made.
     """
     code, region = 0, None
     try:
         with profile(run.name, after_steps=run.end, **options) as region:
-            try:
-                code = run.run()
-            finally:
-                opened.enter_context(
-                    _watched(f"If PyTorch wrote its trace, it is in {kept_traces()}")
-                )
+            begin_step("running the script")
+            code = run.run()
     except KeyboardInterrupt:
         code = INTERRUPTED
     except LostEvents:

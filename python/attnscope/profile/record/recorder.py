@@ -22,6 +22,7 @@ from typing import Any
 from attnscope.common.collector import collector_off
 from attnscope.common.console import progress, say
 from attnscope.common.hardware.nvml import Nvml
+from attnscope.common.watcher import begin_step
 from attnscope.profile.api import Profile
 from attnscope.profile.errors import ProfileError
 from attnscope.profile.record.attached import attached_tool
@@ -105,6 +106,7 @@ class Recorder:
         """
         import torch
 
+        begin_step("collecting the events")
         with self._opened:
             if threading.get_ident() != self._thread:
                 raise ProfileError(
