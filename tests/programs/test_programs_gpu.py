@@ -1,7 +1,7 @@
 """The profiler beside nsys on whole programs: equal kernel counts, GPU time within half a percent.
 
 Each program of this folder runs once under each of the two; neither sees the other. The run ends
-with a table of what each found (conftest.py). Workers may share a GPU (alone.py), but tests of other
+with a table of what each found (conftest.py). Workers may share a GPU (alone.py); tests of other
 folders beside these disturb the times.
 """
 
