@@ -11,6 +11,8 @@ from rich.table import Table
 
 _collected: list[str | Table] | None = None  # what is printed on stdout inside `collected`
 
+from attnscope.common.watcher import begin_step
+
 
 def console(stderr: bool = False) -> Console:
     """A console; wide where the output is a file or a pipe."""
@@ -54,6 +56,7 @@ def progress(what: str) -> Iterator[Callable[[float], None]]:
 
     The bar is shown in a terminal only, and is gone after the block.
     """
+    begin_step(what)
     out = console(stderr=True)
     if not out.is_terminal:
         yield lambda share: None
