@@ -32,6 +32,7 @@ BLOCK_SHARED_KIB = {80: 163, 87: 163, 86: 99, 89: 99, 120: 99, 121: 99}
 COLUMNS = {
     "row": "number of the row in the kernel's table; its symbol has it",
     "head_dim": "head dim of the tile; smaller head dims are filled with zeros",
+    "head_dim_v": "head dim of V and the output in the tile",
     "block_m": "query rows of a head in a tile; backward: of one step",
     "block_n": "keys of one step; backward: of a tile",
     "cluster": "thread blocks of a cluster, which share the tile's keys",
@@ -141,6 +142,13 @@ def tile_size(tile: dict[str, Any]) -> str:
     return size if tile.get("heads_per_tile", 1) == 1 else f"{tile['heads_per_tile']} x {size}"
 
 
+def tile_head_dim(tile: dict[str, Any]) -> str:
+    """The head dim of a tile; "192/128" where that of V differs."""
+    head_dim = tile["head_dim"]
+    of_v = tile.get("head_dim_v", head_dim)
+    return str(head_dim) if of_v == head_dim else f"{head_dim}/{of_v}"
+
+
 def kernels_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The tiles as a table, with the stages of Q and of K and V as "2/3"."""
     table = Table(box=box.SIMPLE_HEAD, title="CUDA kernels: worst instance of each tile")
@@ -156,7 +164,7 @@ def kernels_table(rows: Sequence[dict[str, Any]]) -> Table:
     for row in rows:
         stages = f"{row['q_stages']}/{row['stages']}" if "q_stages" in row else str(row["stages"])
         kept = {True: "yes", False: "no", None: "-"}[row.get("scores_live")]
-        tile = [str(row["head_dim"]), tile_size(row), queries_served(row), str(row["threads"])]
+        tile = [tile_head_dim(row), tile_size(row), queries_served(row), str(row["threads"])]
         tile += [stages, kept]
         if row["missing"]:
             table.add_row(row["kernel"], "-", *tile, *["-"] * 4, row["missing"], row["reason"])
@@ -274,7 +282,7 @@ def print_choice(call: Call, choice: dict[str, Any]) -> None:
     tile = choice["tile"]
     major, minor = divmod(call.capability, 10)
     say(
-        f"{choice['kernel']}, tile {tile_size(tile)} at head dim {tile['head_dim']}: "
+        f"{choice['kernel']}, tile {tile_size(tile)} at head dim {tile_head_dim(tile)}: "
         f"{choice['rule']}"
     )
     if choice["not_sm90"]:

@@ -7,8 +7,16 @@
 
 namespace attnscope::sm90 {
 
+// Elements of a row of Q and K, and of V and O.
+struct HeadDims {
+  int q, v;
+  constexpr HeadDims(int q_, int v_) : q(q_), v(v_) {}
+  constexpr HeadDims(int both) : q(both), v(both) {}
+};
+
 struct ForwardTile {
-  int head_dim;        // rounded up; TMA fills smaller head dims with zeros
+  int head_dim;        // of Q and K, rounded up; TMA fills smaller head dims with zeros
+  int head_dim_v;      // of V and O
   int block_m;         // query rows per head, 64 a consumer warpgroup
   int block_n;         // keys of one step
   int q_stages;        // buffers for Q: this tile's and the next one's, or one
@@ -22,11 +30,16 @@ struct ForwardTile {
   int max_queries_causal;
   const char* reason;
 
+  constexpr HeadDims dims() const { return {head_dim, head_dim_v}; }
+  constexpr bool has(HeadDims d) const { return head_dim == d.q && head_dim_v == d.v; }
   // In shared memory: column blocks of 64.
   constexpr int columns() const { return (head_dim + 63) / 64 * 64; }
+  constexpr int value_columns() const { return (head_dim_v + 63) / 64 * 64; }
   constexpr int consumers() const { return heads_per_tile * key_parts * block_m / 64; }
-  // Column blocks of O on the way out.
-  constexpr int out_stages() const { return columns() > 64 ? 2 : 1; }
+  // Column blocks of O on the way out. Wider keys leave no room for two.
+  constexpr int out_stages() const {
+    return value_columns() > 64 && columns() == value_columns() ? 2 : 1;
+  }
   constexpr int threads() const { return 128 * (consumers() + 1); }
   // Registers of a thread. The producer warpgroup gives registers up to the consumers.
   constexpr int producer_registers() const { return consumers() == 2 ? 24 : 32; }
@@ -37,11 +50,12 @@ struct ForwardTile {
     return each < 240 ? each : 240;
   }
   constexpr int shared_bytes() const {
-    return 2 * columns() * heads_per_tile *
-               (q_stages * block_m + 2 * stages * key_parts * block_n) +  // Q, K, V
-           2 * 64 * heads_per_tile * block_m * out_stages() +             // O on its way
-           (key_parts - 1) * 8 * block_m * (head_dim / 2 + 4) +           // O of other consumers
-           1024;                                                          // barriers
+    return 2 * heads_per_tile *
+               (q_stages * block_m * columns() +
+                stages * key_parts * block_n * (columns() + value_columns())) +  // Q, K, V
+           2 * 64 * heads_per_tile * block_m * out_stages() +                    // O on its way
+           (key_parts - 1) * 8 * block_m * (head_dim_v / 2 + 4) +  // O of other consumers
+           1024;                                                   // barriers
   }
 };
 
@@ -51,70 +65,96 @@ inline constexpr int kAnyQueries = INT_MAX;
 // Deliberately not `inline`: the dynamic linker would merge the tables of two builds loaded in one
 // process, such as the instrumented one.
 constexpr ForwardTile kForwardTiles[] = {
-    {64, 128, 64, 2, 3, 1, 2, 1, false, 64, 128, 128,
+    {64, 64, 128, 64, 2, 3, 1, 2, 1, false, 64, 128, 128,
      "S = 128, causal: 246, 123; 64 rows of one head, three blocks an SM: 207, 102"},
-    {64, 256, 64, 2, 4, 1, 1, 1, false, 128, 1024, 4096,
+    {64, 64, 256, 64, 2, 4, 1, 1, 1, false, 128, 1024, 4096,
      "causal S = 512, 1024: 278, 373; 192 rows of 128 keys: 241, 327"},
-    {64, 64, 64, 2, 3, 3, 1, 1, true, 0, 128, 128,
+    {64, 64, 64, 64, 2, 3, 3, 1, 1, true, 0, 128, 128,
      "causal S = 128: 97; 128 rows of 128 keys, one block an SM: 86"},
-    {64, 192, 128, 2, 3, 1, 1, 1, false, 0, kAnyQueries, kAnyQueries,
+    {64, 64, 192, 128, 2, 3, 1, 1, 1, false, 0, kAnyQueries, kAnyQueries,
      "S = 8192: 587; 256 rows of 64 keys: 560"},
-    {96, 192, 64, 1, 4, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries,
+    {80, 80, 192, 64, 1, 4, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries, "unmeasured"},
+    {96, 96, 192, 64, 1, 4, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries,
      "over FlashAttention-3 1.09; 128 rows of 128 keys 1.03, as head dim 128 1.01"},
-    {128, 192, 64, 1, 4, 1, 1, 1, true, 256, kAnyQueries, kAnyQueries,
+    {128, 128, 192, 64, 1, 4, 1, 1, 1, true, 256, kAnyQueries, kAnyQueries,
      "S = 2048, causal 1024: 714, 466; 128 rows of 128 keys: 681, 446"},
-    {128, 64, 64, 2, 2, 2, 1, 1, true, 0, 64, 64,
+    {128, 128, 64, 64, 2, 2, 2, 1, 1, true, 0, 64, 64,
      "S = 64: 123, causal 62; 128 rows of 64 keys: 114, 55; few tiles: 16 heads, S = 512: 144"},
-    {128, 64, 64, 1, 2, 1, 1, 2, true, 0, 0, 0,
+    {128, 128, 64, 64, 1, 2, 1, 1, 2, true, 0, 0, 0,
      "few tiles: 8 heads, S = 1024, causal and full: 1.13 and 1.15 of 64 rows of 64 keys"},
-    {128, 128, 64, 2, 4, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries,
+    {128, 128, 128, 64, 2, 4, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries,
      "S = 128, 256, causal: 241, 392, 121, 205; 128 keys, one Q: 233, 382, 115, 191"},
-    {192, 128, 64, 1, 3, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries,
+    {192, 128, 192, 64, 1, 3, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries, "unmeasured"},
+    {192, 192, 128, 64, 1, 3, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries,
      "over FlashAttention-3 1.05; 96 keys 1.02, as head dim 256 0.85"},
-    {256, 128, 64, 1, 2, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries,
+    {256, 256, 128, 64, 1, 2, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries,
      "1.04; 80 keys, scores not kept: 0.98"},
 };
 inline constexpr int kForwardTileCount = sizeof(kForwardTiles) / sizeof(kForwardTiles[0]);
 inline constexpr int kMaxConsumers = 4;
-inline constexpr int kPrefetchKeys = 256;   // calls with at most this many keys prefetch tiles
-inline constexpr int kShortSection = 32;    // heads whose long tiles come first in such calls
+inline constexpr int kPrefetchKeys = 256;       // calls with at most this many keys prefetch tiles
+inline constexpr int kShortSection = 32;        // heads whose long tiles come first in such calls
+inline constexpr int kOrderedSequences = 1024;  // most of a packed batch that come longest first
+inline constexpr int kSequenceTurns = 3;        // of which each has half as many keys
 inline constexpr int kGroupedQueries = 64;  // calls with at most this many queries may group heads
 
+// What the choice of a tile depends on.
+struct ForwardCall {
+  HeadDims dims;
+  int queries, keys;  // of a packed batch: the most
+  int heads_q, heads_kv;
+  long long batch;
+  bool causal;  // later rows see more keys
+  bool packed;
+  long long total_q = 0;     // packed: all queries; 0: batch * queries
+  int window = kAnyQueries;  // keys that a row sees at most
+
+  // Keys that the 64 rows of a unit see at most.
+  constexpr int keys_seen() const { return window < keys - 63 ? window + 63 : keys; }
+  // Whether no tile takes much longer than another.
+  constexpr bool tiles_alike() const { return !causal || keys / 4 >= queries; }
+};
+
 // The base-2 logarithm of the query heads side by side in a tile. Heads that share a key head are
-// grouped if their tiles would be mostly empty and would not all run at once. At most 16 heads: a
-// warp stores 16 rows of O at a time.
-constexpr int choose_grouping(int queries, int heads_q, int heads_kv, long long batch, int sms) {
-  if (queries > kGroupedQueries || batch * heads_q <= sms) return 0;
+// grouped if their tiles would be mostly empty and would not all run at once; in a packed batch, if
+// that holds for sequences of the mean length. At most 16 heads: a warp stores 16 rows of O at a
+// time.
+constexpr int choose_grouping(const ForwardCall& c, int sms) {
+  long long queries = c.queries;
+  if (c.packed && c.total_q > 0 && c.batch > 0 && c.queries <= 2 * kGroupedQueries) {
+    queries = (c.total_q + c.batch - 1) / c.batch;
+  }
+  if (queries > kGroupedQueries || c.batch * c.heads_q <= sms) return 0;
   int log2 = 0;
-  while (log2 < 4 && heads_q / heads_kv % (2 << log2) == 0) ++log2;
+  while (log2 < 4 && c.heads_q / c.heads_kv % (2 << log2) == 0) ++log2;
   return log2;
 }
 
-// The head dim of the table that serves a head dim: rounded up; 0 if there is none.
-constexpr int tile_head_dim(int head_dim) {
+// The head dims of the table that serve a call's: rounded up; 0 if there are none.
+constexpr HeadDims tile_dims(HeadDims dims) {
   for (const ForwardTile& t : kForwardTiles) {
-    if (head_dim <= t.head_dim) return t.head_dim;
+    if (dims.q <= t.head_dim && dims.v <= t.head_dim_v) return t.dims();
   }
   return 0;
 }
 
-// The row with the largest block_m up to `max_rows` for a head dim of the table, among rows of one
+// The row with the largest block_m up to `max_rows` for head dims of the table, among rows of one
 // head per tile; -1 if there is none.
-constexpr int largest_tile(int head_dim, int max_rows) {
+constexpr int largest_tile(HeadDims dims, int max_rows) {
   int best = -1;
   for (int i = 0; i < kForwardTileCount; ++i) {
     const ForwardTile& t = kForwardTiles[i];
-    if (t.head_dim != head_dim || t.block_m > max_rows || t.consumers() != t.block_m / 64) continue;
+    if (!t.has(dims) || t.block_m > max_rows || t.consumers() != t.block_m / 64) continue;
     if (best < 0 || t.block_m > kForwardTiles[best].block_m) best = i;
   }
   return best;
 }
 
-// The one row for a head dim of the table that serves grouped heads; the other rows are compiled
+// The one row for head dims of the table that serves grouped heads; the other rows are compiled
 // without the arithmetic.
-constexpr int grouped_tile(int head_dim) {
-  const int row = largest_tile(head_dim, 128);
-  return row >= 0 ? row : largest_tile(head_dim, kAnyQueries);
+constexpr int grouped_tile(HeadDims dims) {
+  const int row = largest_tile(dims, 128);
+  return row >= 0 ? row : largest_tile(dims, kAnyQueries);
 }
 
 // The choice for a call: a row of the table (-1: none), and 1 << grouping heads side by side.
@@ -123,15 +163,18 @@ struct ForwardChoice {
   int grouping;
 };
 
-// The first row whose bounds include the call; -1 if there is none. Rows of several heads need a
-// dense call that has them. `dim` is a head dim of the table.
-constexpr int first_tile(int dim, int queries, int heads_q, bool causal, bool packed) {
+// The first row whose bounds include the call; -1 if there is none. A window is like a short call.
+// Rows of several heads need a dense call that has them, of one tile a head.
+constexpr int first_tile(const ForwardCall& c) {
+  const HeadDims dims = tile_dims(c.dims);
+  const int rows = c.window < c.keys && c.keys_seen() < c.queries ? c.keys_seen() : c.queries;
   for (int i = 0; i < kForwardTileCount; ++i) {
     const ForwardTile& t = kForwardTiles[i];
-    const int max_queries = causal ? t.max_queries_causal : t.max_queries;
-    const bool enough = queries > t.min_queries || t.min_queries == 0;
-    const bool has_heads = t.heads_per_tile == 1 || (!packed && heads_q >= t.heads_per_tile);
-    if (t.head_dim == dim && enough && has_heads && queries <= max_queries) return i;
+    const int max_queries = c.causal ? t.max_queries_causal : t.max_queries;
+    const bool enough = rows > t.min_queries || t.min_queries == 0;
+    const bool has_heads = t.heads_per_tile == 1 ||
+                           (!c.packed && c.heads_q >= t.heads_per_tile && c.queries <= t.block_m);
+    if (t.has(dims) && enough && has_heads && rows <= max_queries) return i;
   }
   return -1;
 }
@@ -143,15 +186,71 @@ constexpr int heads_together(const ForwardTile& t, int grouping, int heads_q, in
   return grouping == 0 && t.heads_per_tile == 1 && heads_kv > 0 ? heads_q / heads_kv : 1;
 }
 
-// The tiles of a dense call. A packed batch has at most as many.
-constexpr long long tile_count(const ForwardTile& t, int grouping, int queries, int heads_q,
-                               int heads_kv, long long batch) {
-  const int together = heads_together(t, grouping, heads_q, heads_kv);
-  const long long rows = static_cast<long long>(queries) << grouping;
+// How many tiles a call has. A set of heads comes together in tiles.
+struct ForwardTiles {
+  long long units;      // of 64 rows, of a set of heads
+  long long m_blocks;   // tiles of a set
+  long long sets;       // times the batch
+  long long last_sets;  // of these: at the end of the launch, their tiles in an order of their own
+  long long last_m_blocks;  // tiles of each of those
+
+  constexpr long long count() const {
+    return m_blocks * (sets - last_sets) + last_m_blocks * last_sets;
+  }
+};
+
+constexpr ForwardTiles tiles_of(const ForwardTile& t, int grouping, const ForwardCall& c) {
+  const int together = heads_together(t, grouping, c.heads_q, c.heads_kv);
+  const long long rows = static_cast<long long>(c.queries) << grouping;
   const long long units = (rows + 63) / 64 * (together > 0 ? together : 1);
   const int per_tile = t.block_m / 64, side_by_side = t.heads_per_tile << grouping;
-  const int heads = together > 1 ? heads_kv : (heads_q + side_by_side - 1) / side_by_side;
-  return (units + per_tile - 1) / per_tile * batch * heads;
+  const int sets = together > 1 ? c.heads_kv : (c.heads_q + side_by_side - 1) / side_by_side;
+  const long long m_blocks = (units + per_tile - 1) / per_tile;
+  return {units, m_blocks, c.batch * sets, 0, m_blocks};
+}
+
+// Tenths of a unit on the SM with the most of them. SMs take `high` tiles of `units` units, then
+// `low` tiles of one unit less, where a unit takes slightly longer.
+constexpr long long most_load(long long high, long long low, int units, int sms) {
+  const long long sms_with[] = {sms - high % sms, high % sms};
+  long long load[] = {10 * units * (high / sms), 10 * units * ((high + sms - 1) / sms)};
+  while (low > 0) {
+    const int less = load[1] < load[0];
+    load[less] += 10 * (units - 1) + 1;
+    low -= sms_with[less];
+  }
+  return load[0] > load[1] ? load[0] : load[1];
+}
+
+// Tiles of a dense call that all take the same time. With few rounds of tiles most SMs may idle in
+// the last one. Then the last heads get more tiles, of one unit less, if SMs end earlier so.
+struct BalancedTiles {
+  ForwardTiles tiles;
+  double rounds;  // of whole tiles, on the SM with the most
+};
+inline constexpr int kLeastToBalance = 12;  // tiles of a set: with fewer it brings nothing
+
+constexpr BalancedTiles balanced(const ForwardTile& t, int grouping, const ForwardCall& c,
+                                 int sms) {
+  ForwardTiles tiles = tiles_of(t, grouping, c);
+  const int units = t.block_m / 64;
+  const long long all = tiles.count();
+  if (units < 3 || t.blocks_per_sm > 1 || t.heads_per_tile > 1 ||
+      tiles.m_blocks < kLeastToBalance || all <= sms) {
+    const long long on_each = (all + sms - 1) / sms;
+    const long long at_once = on_each < t.blocks_per_sm ? on_each : t.blocks_per_sm;
+    return {tiles, at_once == 0 ? 0.0 : double((on_each + at_once - 1) / at_once)};
+  }
+  long long least = most_load(all, 0, units, sms);
+  const long long low = (tiles.units + units - 2) / (units - 1);
+  for (long long sets = 1; sets <= tiles.sets && (sets - 1) * low < units * sms; ++sets) {
+    const long long load = most_load((tiles.sets - sets) * tiles.m_blocks, sets * low, units, sms);
+    if (load >= least) continue;
+    least = load;
+    tiles.last_sets = sets;
+    tiles.last_m_blocks = low;
+  }
+  return {tiles, least / (10.0 * units)};
 }
 
 // Roughly how many cycles of an SM a call takes with a row of the table, to compare rows. The
@@ -164,21 +263,24 @@ constexpr long long tile_count(const ForwardTile& t, int grouping, int queries, 
 inline constexpr int kLeastStep = 500, kTileCycles = 8000, kMeetingCycles = 500;
 inline constexpr long long kFewRounds = 8;
 
-constexpr double estimated_cycles(const ForwardTile& t, int queries, int keys, int heads_q,
-                                  int heads_kv, long long batch, bool causal, int sms) {
-  const long long tiles = tile_count(t, 0, queries, heads_q, heads_kv, batch);
+constexpr double estimated_cycles(const ForwardTile& t, const ForwardCall& c, int sms) {
+  const long long tiles = tiles_of(t, 0, c).count();
   const long long on_each = (tiles + sms - 1) / sms;
   const int at_once = on_each < t.blocks_per_sm ? static_cast<int>(on_each) : t.blocks_per_sm;
-  const int products = (12 * t.consumers() + t.key_parts) * t.head_dim / 4;  // of a step
+  // Of a step.
+  const int products = (12 * t.consumers() + t.key_parts) * (t.head_dim + t.head_dim_v) / 8;
   const auto step = [&](int blocks) -> double {
     return products * blocks > kLeastStep ? products * blocks : kLeastStep;
   };
+  const int keys = c.keys_seen();
   const int steps = ((keys + 63) / 64 + 1) / t.key_parts + 1;
   const int rest = kTileCycles + (t.key_parts - 1) * kMeetingCycles;
   if (at_once == 0) return 0;  // no tile
-  if (!causal) return (on_each + at_once - 1) / at_once * (steps * step(at_once) + rest);
-  const int unseen = (queries < keys ? queries : keys) / 128 / t.key_parts;  // steps, on average
-  const double all = tiles * ((steps - unseen) * step(at_once) + rest) / (sms * at_once);
+  const int unseen =
+      c.causal ? (c.queries < keys ? c.queries : keys) / 128 / t.key_parts : 0;  // on average
+  const double each = (steps - unseen) * step(at_once) + rest;
+  if (c.tiles_alike()) return balanced(t, 0, c, sms).rounds * each;
+  const double all = tiles * each / (sms * at_once);
   const double longest = steps * step(1) + rest;
   return all > longest ? all : longest;
 }
@@ -186,26 +288,23 @@ constexpr double estimated_cycles(const ForwardTile& t, int queries, int keys, i
 // The row is `first_tile`, unless another row of one head saves a tenth by the estimate: where
 // tiles are few, or the last round has few. In a call of many rounds it must save a fifth: there
 // the estimate is no better. A packed batch has fewer tiles than are counted, so only if all of
-// them fit at once. `keys` 0: as many as queries.
-constexpr ForwardChoice choose_forward(int head_dim, int queries, int heads_q, int heads_kv,
-                                       long long batch, bool causal, bool packed, int sms,
-                                       int keys = 0) {
-  const int dim = tile_head_dim(head_dim);
-  const int grouping = choose_grouping(queries, heads_q, heads_kv, batch, sms);
-  if (grouping > 0) return {grouped_tile(dim), grouping};
-  int row = first_tile(dim, queries, heads_q, causal, packed);
-  const auto cycles = [&](int i) {
-    return estimated_cycles(kForwardTiles[i], queries, keys > 0 ? keys : queries, heads_q, heads_kv,
-                            batch, causal, sms);
-  };
+// them fit at once.
+constexpr ForwardChoice choose_forward(const ForwardCall& c, int sms) {
+  const HeadDims dims = tile_dims(c.dims);
+  const int grouping = choose_grouping(c, sms);
+  if (grouping > 0) return {grouped_tile(dims), grouping};
+  int row = first_tile(c);
   if (row < 0) return {row, 0};
-  const long long tiles = tile_count(kForwardTiles[row], 0, queries, heads_q, heads_kv, batch);
-  if (packed && tiles > sms) return {row, 0};
-  double least = cycles(row) * (tiles <= kFewRounds * sms ? 0.9 : 0.8);
+  const long long tiles = tiles_of(kForwardTiles[row], 0, c).count();
+  if (c.packed && tiles > sms) return {row, 0};
+  double least =
+      estimated_cycles(kForwardTiles[row], c, sms) * (tiles <= kFewRounds * sms ? 0.9 : 0.8);
   for (int i = 0; i < kForwardTileCount; ++i) {
     const ForwardTile& t = kForwardTiles[i];
-    if (t.head_dim != dim || t.heads_per_tile > 1 || cycles(i) >= least) continue;
-    least = cycles(i);
+    if (!t.has(dims) || t.heads_per_tile > 1) continue;
+    const double cycles = estimated_cycles(t, c, sms);
+    if (cycles >= least) continue;
+    least = cycles;
     row = i;
   }
   return {row, 0};
@@ -216,12 +315,20 @@ constexpr bool is_causal(const ForwardParams& p) {
   return p.window_right >= 0 && p.window_left < 0;
 }
 
-// The choice for a call. Heads of an expanded q cannot be grouped: each counts as a group.
-inline ForwardChoice choose_forward(const ForwardParams& p, int sms) {
-  const int head_dim = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
-  return choose_forward(head_dim, p.seqlen_q, p.heads_q,
-                        p.q_stride.head != 0 ? p.heads_kv : p.heads_q, p.batch, is_causal(p),
-                        p.packed(), sms, p.seqlen_k);
+// Heads of an expanded q cannot be grouped: each counts as a group.
+inline ForwardCall forward_call(const ForwardParams& p) {
+  ForwardCall c{{p.head_dim, p.head_dim_v},
+                p.seqlen_q,
+                p.seqlen_k,
+                p.heads_q,
+                p.heads_kv,
+                p.batch,
+                is_causal(p),
+                p.packed()};
+  if (p.q_stride.head == 0) c.heads_kv = p.heads_q;
+  if (p.packed()) c.total_q = p.total_q;
+  if (p.window_left >= 0 && p.window_right >= 0) c.window = p.window_left + 1 + p.window_right;
+  return c;
 }
 
 constexpr ForwardTile forward_tile(int head_dim, int block_m, int key_parts = 1) {

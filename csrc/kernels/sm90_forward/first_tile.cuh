@@ -46,6 +46,7 @@ __device__ __forceinline__ void describe_first_tile(const ForwardArguments& a,
     s.queue.tiles = 0;
     s.queue.index = blockIdx.x;
     s.queue.batch = 0;
+    s.queue.turn = 0;
   }
   __syncwarp();
   if (a.packed) return;
@@ -70,7 +71,7 @@ __device__ __forceinline__ void hand_first_tile(const ForwardArguments& a,
 #pragma unroll
   for (int i = 0; i < Config::kUnits; ++i) load_queries<Config>(a, s, w, 0, i);
   const uint32_t full = ptx::shared_address(&s.k_full[0]);
-  ptx::mbarrier_arrive_expect_tx(full, Config::kKeyBuffers * Config::kTileBytes);
+  ptx::mbarrier_arrive_expect_tx(full, sizeof(s.k[0]));
   load_keys<Config>(a, a.k, s.k[0], full, w, w.range.end - 1);
 }
 

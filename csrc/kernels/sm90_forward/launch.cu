@@ -33,13 +33,26 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
   const int m_blocks = ceil_div(static_cast<int>(units), Config::kHeadUnits);
   const int64_t kv_bytes =
       int64_t{p.seqlen_k} * (p.head_dim + p.head_dim_v) * sizeof(typename Config::Element);
+  ForwardCall call = forward_call(p);
+  call.heads_kv = p.heads_kv;  // those of the tensors
   a.order = tile_order(m_blocks, p.batch, heads, ceil_div(p.heads_kv, Config::kHeadsPerTile),
-                       kv_bytes, is_causal(p));
-  if (!is_causal(p) && units % Config::kHeadUnits != 0) {
-    // Some tiles have 64 rows less. They come last and balance the end of the launch.
-    a.order.last = std::min(a.order.heads, ceil_div(device.sms, std::max(m_blocks, 1)));
+                       kv_bytes, !call.tiles_alike());
+  // In a packed batch: one sequence that has most rows.
+  if (p.packed()) call.batch = 1;
+  if (call.tiles_alike() && (!p.packed() || 2 * int64_t{p.seqlen_q} > p.total_q)) {
+    const ForwardTiles tiles = balanced(Config::kTile, grouping.log2, call, device.sms).tiles;
+    a.order.last = static_cast<int>(tiles.last_sets);
+    a.order.last_m_blocks = static_cast<int>(tiles.last_m_blocks);
+    if (p.packed() && a.order.last > 0) {
+      a.long_units = static_cast<int>(units);
+      a.long_tiles = static_cast<int>(tiles.count());
+    }
+    if (!p.packed() && a.order.last == 0 && units % Config::kHeadUnits != 0) {
+      // Some tiles have 64 rows less. They come last and balance the end of the launch.
+      a.order.last = std::min(a.order.heads, ceil_div(device.sms, std::max(m_blocks, 1)));
+    }
   }
-  a.prefetch_tiles = p.seqlen_k <= kPrefetchKeys;
+  a.prefetch_tiles = call.keys_seen() <= kPrefetchKeys;
   // The first tiles of a section read its K and V from memory, the others from L2.
   if (a.prefetch_tiles) a.order.section = std::min(a.order.section, kShortSection);
   a.section = Divisor::of(a.order.section);
@@ -50,6 +63,7 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
   if (tiles > kMostTiles && !p.packed()) return cudaErrorInvalidConfiguration;
   a.tiles = static_cast<int>(std::min<int64_t>(tiles, kMostTiles));
   a.packed = p.packed();
+  a.turns = p.batch <= kOrderedSequences ? kSequenceTurns : 1;
   a.hides_keys = a.packed || p.window_left >= 0 || p.window_right >= 0;
 
   const int64_t batch = p.packed() ? 1 : p.batch;
@@ -107,7 +121,7 @@ template <class Element, int... kIndices>
 cudaError_t launch_chosen(const ForwardParams& p, const DeviceFacts& device, cudaStream_t stream,
                           std::integer_sequence<int, kIndices...>) {
   constexpr decltype(&launch_row<Element, 0>) kLaunches[] = {launch_row<Element, kIndices>...};
-  const ForwardChoice choice = choose_forward(p, device.sms);
+  const ForwardChoice choice = choose_forward(forward_call(p), device.sms);
   if (choice.row < 0) return cudaErrorInvalidValue;
   return kLaunches[choice.row](p, {choice.grouping}, device, stream);
 }

@@ -24,6 +24,7 @@ struct AnyForwardConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr ForwardTile kTile = forward_tile(kHeadDim, kBlockM_, kKeyParts_);
+  static constexpr int kValueDim = kTile.head_dim_v;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kQStages = kTile.q_stages;
@@ -39,13 +40,16 @@ struct AnyForwardConfig {
   static constexpr int kThreads = kTile.threads();
   static constexpr int kProducerRegisters = kTile.producer_registers();
   static constexpr int kConsumerRegisters = kTile.consumer_registers();
-  static constexpr int kColumns = kTile.columns();
-  static constexpr int kQBytes = 2 * 64 * kColumns;          // per unit
-  static constexpr int kTileBytes = 2 * kBlockN * kColumns;  // of K or V
+  static constexpr int kColumns = kTile.columns();             // of Q and K
+  static constexpr int kValueColumns = kTile.value_columns();  // of V and O
+  static constexpr int kQBytes = 2 * 64 * kColumns;            // per unit
+  static constexpr int kKeyBytes = 2 * kBlockN * kColumns;     // of a block of K
+  static constexpr int kValueBytes = 2 * kBlockN * kValueColumns;
   static constexpr int kRowBytes = 128;  // one swizzled row of a 64-element column block
   static constexpr bool kScoresLive = kTile.scores_live;
   static constexpr bool kTakesGroups =
-      kKeyParts == 1 && kForwardTiles[grouped_tile(kHeadDim)].block_m == kTile.block_m;
+      kHeadsPerTile == 1 &&
+      (kTile.head_dim == 128 || kForwardTiles[grouped_tile(kTile.dims())].block_m == kTile.block_m);
 
   // The consumer's rows, among the units of the tile, and its part of a step's keys.
   static __device__ __forceinline__ int unit_of(int consumer) { return consumer / kKeyParts; }
@@ -60,6 +64,7 @@ struct AnyForwardConfig {
   static_assert(kKeyParts == 1 || kKeyParts == 2, "two consumers exchange O");
   static_assert(kTile.head_dim == kHeadDim, "the tile table has no such row");
   static_assert(kHeadDim % 16 == 0, "a product is 16 deep");
+  static_assert(kValueDim <= kHeadDim, "a row is found again by all of a head dim's elements");
   static_assert(kBlockN % 16 == 0, "keys are consumed 16 at a time");
   static_assert(kConsumers >= 1 && kConsumers <= kMaxConsumers, "TileWork has room for these");
 };
@@ -105,7 +110,9 @@ struct TileQueue {
   int index;        // of the tile, in the order of the call
   int sequence;     // the tile's sequence
   int m_block;      // the tile's place in that sequence
+  int m_blocks;     // the tiles of its heads there
   int batch;        // packed: the first of the 32 sequences whose tiles are counted
+  int turn;         // packed: of the sequences whose tiles are counted, see turn_of
   int through[33];  // packed: tiles before each of them, and through the last
 };
 
@@ -122,7 +129,7 @@ struct LateCopy {
 // other half. By warp and lane.
 template <class Config, bool kHasParts>
 struct PartialOutput {
-  float4 o[Config::kUnits * 4][Config::kHeadDim / 8][32];
+  float4 o[Config::kUnits * 4][Config::kValueDim / 8][32];
   float4 rows[Config::kUnits * 4][32];  // row_max, row_sum
 };
 template <class Config>
@@ -136,7 +143,7 @@ struct ForwardShared {
   static constexpr int kTiles = 2;  // one in work, one being fetched
   alignas(1024) Element q[Config::kQStages][Config::kUnits][64 * Config::kColumns];
   alignas(1024) Element k[kStages][Config::kKeyBuffers][Config::kBlockN * Config::kColumns];
-  alignas(1024) Element v[kStages][Config::kKeyBuffers][Config::kBlockN * Config::kColumns];
+  alignas(1024) Element v[kStages][Config::kKeyBuffers][Config::kBlockN * Config::kValueColumns];
   // A warp's O on the way out.
   alignas(1024) Element o[Config::kUnits * 4][Config::kOutStages][16 * 64];
   PartialOutput<Config, (Config::kKeyParts > 1)> partial;
@@ -162,6 +169,8 @@ struct ForwardArguments {
   Divisor heads;                   // sets of query heads that have tiles of their own
   Divisor heads_per_key;           // query heads of a key head
   int tiles;                       // dense: how many; packed: at most
+  int turns;                       // packed: sequences come in so many turns, the longest first
+  int long_units, long_tiles;      // packed: of a sequence whose last heads have more tiles
   bool prefetch_tiles;             // take a tile as soon as a slot is free
   bool packed;
   bool hides_keys;       // rows of a tile may see different keys
