@@ -21,13 +21,13 @@ class Clock:
     """A clock that only the test moves."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now, self.step = 0.0, 2e-3
 
     def __call__(self) -> float:
         return self.now
 
-    def pass_2ms(self) -> None:
-        self.now += 2e-3
+    def advance(self) -> None:
+        self.now += self.step
 
 
 def spin_2ms() -> None:
@@ -43,7 +43,7 @@ def fixed(samples: int, **more) -> Settings:
 @pytest.mark.parametrize("samples", [1, 10, 100])
 def test_a_call_of_2_ms_takes_2_ms(samples):
     clock = Clock()
-    timings = time_interleaved({"a": [clock.pass_2ms]}, WallClock(clock), fixed(samples))
+    timings = time_interleaved({"a": [clock.advance]}, WallClock(clock), fixed(samples))
     assert timings["a"].samples_ms == pytest.approx([2.0] * samples)
 
 
@@ -89,13 +89,16 @@ def test_rounds_end_with_the_budget_but_not_before_the_least():
     clock = Clock()
 
     def samples(**settings) -> int:
-        options, calls = Settings(l2="warm", **settings), {"a": [clock.pass_2ms]}
+        options, calls = Settings(l2="warm", **settings), {"a": [clock.advance]}
         timings = time_interleaved(calls, WallClock(clock), options, clock=clock)
         return len(timings["a"].samples_ms)
 
     assert samples(min_samples=4, max_samples=50, budget_s=0.0) == 4
     assert samples(min_samples=1, max_samples=6, budget_s=60.0) == 6
     assert samples(min_samples=1, max_samples=1000, budget_s=0.049) == 25
+    clock.step = 4.0  # seconds
+    assert samples(min_samples=10, max_samples=50, budget_s=2.0) == 5
+    assert samples(min_samples=10, max_samples=50, budget_s=30.0) == 8
 
 
 class Enqueues(WallClock):

@@ -11,8 +11,11 @@
 namespace attnscope::sm90 {
 
 // Two consumers have the same rows and half of the keys each. A warp of one gives O to the warp of
-// the other that has the same elements, and goes on once that warp has read it.
-__device__ __forceinline__ void meet_other_part(int warp) { ptx::barrier_sync(1 + warp, 64); }
+// the other that has the same elements, and goes on once that warp has read it. Two barriers a
+// warp: the giver waits at the second one at once, and synccheck reports a warp that reaches a
+// barrier again while the other is still about to leave it.
+__device__ __forceinline__ void await_given(int warp) { ptx::barrier_sync(1 + warp, 64); }
+__device__ __forceinline__ void await_taken(int warp) { ptx::barrier_sync(5 + warp, 64); }
 
 template <class Config>
 __device__ __forceinline__ void give_output(const Fragments<Config>& f,
@@ -24,8 +27,8 @@ __device__ __forceinline__ void give_output(const Fragments<Config>& f,
         make_float4(f.o[4 * i], f.o[4 * i + 1], f.o[4 * i + 2], f.o[4 * i + 3]);
   }
   partial.rows[warp][lane] = make_float4(f.row_max[0], f.row_max[1], f.row_sum[0], f.row_sum[1]);
-  meet_other_part(warp);
-  meet_other_part(warp);
+  await_given(warp);
+  await_taken(warp);
 }
 
 // O and the sums of both parts, by the larger maximum.
@@ -33,7 +36,7 @@ template <class Config>
 __device__ __forceinline__ void add_output(Fragments<Config>& f,
                                            const PartialOutput<Config, true>& partial, int warp) {
   const int lane = threadIdx.x % 32;
-  meet_other_part(warp);
+  await_given(warp);
   const float4 rows = partial.rows[warp][lane];
   const float other_max[2] = {rows.x, rows.y}, other_sum[2] = {rows.z, rows.w};
   float factor[2], other_factor[2];
@@ -53,7 +56,7 @@ __device__ __forceinline__ void add_output(Fragments<Config>& f,
     f.o[4 * i + 2] = f.o[4 * i + 2] * factor[1] + o.z * other_factor[1];
     f.o[4 * i + 3] = f.o[4 * i + 3] * factor[1] + o.w * other_factor[1];
   }
-  meet_other_part(warp);
+  await_taken(warp);
 }
 
 // Stores a warp's 16 rows through shared memory, in blocks of 64 columns. TMA clips them to the

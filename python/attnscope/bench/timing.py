@@ -4,7 +4,8 @@ On a GPU a sample is a pair of CUDA events around the call on the current stream
 the pair, the L2 is flushed (`cold`) and the stream is blocked (`attnscope.bench.hold`) until the
 host has enqueued the call. This excludes launch overhead; the host's part of it is `host_us`.
 The GPU idles after a sample: back-to-back tensor-core kernels reach the power limit, and throttling
-then changes the clock from sample to sample. On a CPU a sample is wall-clock time.
+then changes the clock from sample to sample. A call of 50 ms and more settles at that limit within
+its own sample, so the idle time ends at 0.1 s. On a CPU a sample is wall-clock time.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from attnscope.bench.hold import CudaDriver, StreamHold
+from attnscope.bench.statistics import LEAST_SAMPLES
 from attnscope.ranges import MEASURE, WARMUP, nvtx_range
 
 Call = Callable[[], Any]
@@ -26,6 +28,8 @@ LAYOUTS = ("both", "bshd", "bhsd")
 L2_MODES = ("cold", "rotate", "warm")
 FLUSH_OVER_L2 = 2.0
 _MOST_REST = 100.0
+_LONGEST_REST_S = 0.1
+_LONG_S = 10.0  # LEAST_SAMPLES of long calls are enough after it
 
 
 @dataclass(frozen=True)
@@ -34,10 +38,11 @@ class Settings:
 
     l2: "cold" (flushed before each sample), "rotate" (copies of the inputs, used in turn, that
     together exceed the cache) or "warm". Rounds are taken until `budget_s` seconds have passed,
-    at least `min_samples` and at most `max_samples`. `graph`: time the replay of a CUDA graph.
-    `rest`: idle time of a GPU after a sample, as a multiple of the sample's time. `layouts`: inputs
-    contiguous as [B, S, H, D] ("bshd"), as [B, H, S, D] ("bhsd"), or "both", of which the faster
-    one counts for each impl. `counters`: read hardware counters of each call after it was timed.
+    at least `min_samples` (5 once 10 s have passed) and at most `max_samples`. `graph`: time the
+    replay of a CUDA graph. `rest`: idle time of a GPU after a sample, as a multiple of the sample's
+    time; 0.1 s at most. `layouts`: inputs contiguous as [B, S, H, D] ("bshd"), as [B, H, S, D]
+    ("bhsd"), or "both", of which the faster one counts for each impl. `counters`: read hardware
+    counters of each call after it was timed.
     """
 
     l2: str = "cold"
@@ -151,7 +156,7 @@ class CudaEvents:
             self._end.record()
         self._end.synchronize()
         ms = float(self._start.elapsed_time(self._end))
-        time.sleep(1e-3 * self._rest * ms)
+        time.sleep(min(1e-3 * self._rest * ms, _LONGEST_REST_S))
         return Sample(ms, host_us)
 
 
@@ -254,7 +259,10 @@ def time_interleaved(
                 guarded(warm_up, name)
     start = clock()
     for turn in range(settings.max_samples):
-        if turn >= settings.min_samples and clock() - start >= settings.budget_s:
+        passed = clock() - start
+        if turn >= settings.min_samples and passed >= settings.budget_s:
+            break
+        if turn >= LEAST_SAMPLES and passed >= max(_LONG_S, settings.budget_s):
             break
         order = list(active)
         rng.shuffle(order)
