@@ -5,15 +5,11 @@ namespace attnscope {
 
 struct TileOrder {
   int m_blocks;
-  int heads;          // batch * heads_q, the query heads of a batch entry side by side
-  int section;        // heads whose tiles are taken together
-  int last;           // heads at the end that are a section of their own; 0 unless section is 1
-  int last_m_blocks;  // tiles of each of these
+  int heads;    // batch * heads_q, the query heads of a batch entry side by side
+  int section;  // heads whose tiles are taken together
+  int last;     // heads at the end that are a section of their own; 0 unless section is 1
 
-  long long tiles() const {
-    return static_cast<long long>(m_blocks) * (heads - last) +
-           static_cast<long long>(last_m_blocks) * last;
-  }
+  long long tiles() const { return static_cast<long long>(m_blocks) * heads; }
 };
 
 // Heads come one after the other, so that a head's K and V stay in L2. Under a causal mask the last
@@ -22,7 +18,7 @@ struct TileOrder {
 inline TileOrder tile_order(int m_blocks, int batch, int heads_q, int heads_kv,
                             long long kv_bytes_per_head, bool longest_first) {
   constexpr long long kL2Share = 32 << 20;  // of 40 to 60 MB
-  TileOrder order{m_blocks, batch * heads_q, 1, 0, m_blocks};
+  TileOrder order{m_blocks, batch * heads_q, 1, 0};
   if (longest_first) {
     const long long kv_heads = kL2Share / (kv_bytes_per_head > 0 ? kv_bytes_per_head : 1);
     const long long heads = (kv_heads > 1 ? kv_heads : 1) * (heads_q / heads_kv);
@@ -33,8 +29,7 @@ inline TileOrder tile_order(int m_blocks, int batch, int heads_q, int heads_kv,
 
 struct Tile {
   int m_block;
-  int m_blocks;  // of its head
-  int head;      // in [0, batch * heads_q)
+  int head;  // in [0, batch * heads_q)
 };
 
 #ifdef __CUDACC__
@@ -49,8 +44,15 @@ __device__ __forceinline__ Tile tile_at(const TileOrder& order, int index, Numbe
   const int width = at_end ? order.last : min(order.section, order.heads - first);
   const int rest = index - first * order.m_blocks;
   const int above = width == 1 ? rest : width == order.section ? rest / section : rest / width;
-  const int m_blocks = at_end ? order.last_m_blocks : order.m_blocks;
-  return {m_blocks - 1 - above, m_blocks, first + rest - above * width};
+  return {order.m_blocks - 1 - above, first + rest - above * width};
+}
+
+// The first unit of rows of tile `m_block` of `m_blocks`, of up to `per_tile` units each. With room
+// for more units than there are, the first tiles have one less: under a causal mask the last ones
+// see the most keys, and those keep all consumers at work.
+__device__ __forceinline__ int first_unit_of(int m_block, int m_blocks, int units, int per_tile) {
+  const int missing = m_blocks * per_tile - units;
+  return min(m_block * per_tile - min(m_block, missing), units);
 }
 
 __device__ __forceinline__ Tile tile_at(const TileOrder& order, int index) {

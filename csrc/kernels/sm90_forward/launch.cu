@@ -42,7 +42,7 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
   if (call.tiles_alike() && (!p.packed() || 2 * int64_t{p.seqlen_q} > p.total_q)) {
     const ForwardTiles tiles = balanced(Config::kTile, grouping.log2, call, device.sms).tiles;
     a.order.last = static_cast<int>(tiles.last_sets);
-    a.order.last_m_blocks = static_cast<int>(tiles.last_m_blocks);
+    a.last_m_blocks = static_cast<int>(tiles.last_m_blocks);
     if (p.packed() && a.order.last > 0) {
       a.long_units = static_cast<int>(units);
       a.long_tiles = static_cast<int>(tiles.count());
@@ -58,7 +58,8 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
   a.section = Divisor::of(a.order.section);
   a.section_tiles = Divisor::of(static_cast<int>(
       std::clamp<int64_t>(int64_t{a.order.section} * m_blocks, 1, kMostTiles)));  // dense: no more
-  const int64_t tiles = a.order.tiles();
+  const int64_t tiles =
+      a.order.tiles() + int64_t{a.order.last} * (a.last_m_blocks - a.order.m_blocks);
   // The sequences of a packed batch have at most `tiles` tiles, and usually far fewer.
   if (tiles > kMostTiles && !p.packed()) return cudaErrorInvalidConfiguration;
   a.tiles = static_cast<int>(std::min<int64_t>(tiles, kMostTiles));

@@ -56,6 +56,7 @@ __device__ __forceinline__ bool find_tile(const ForwardArguments& a, TileQueue& 
   int index = s.index;
   if (index >= a.tiles) return false;
   Tile tile;
+  TileOrder order = a.order;
   int sequence = 0;
   if (kMayBePacked && a.packed) {
     while (index >= s.through[32]) {
@@ -73,19 +74,20 @@ __device__ __forceinline__ bool find_tile(const ForwardArguments& a, TileQueue& 
     const int first = s.through[here];
     const int tiles = s.through[here + 1] - first;
     const bool is_long = tiles == a.long_tiles;  // no other sequence has as many
-    const int m_blocks = is_long ? a.order.m_blocks : tiles / a.heads;
-    const TileOrder order{m_blocks, a.heads.divisor, min(a.order.section, a.heads.divisor),
-                          is_long ? a.order.last : 0, a.order.last_m_blocks};
+    order = {is_long ? order.m_blocks : tiles / a.heads, a.heads.divisor,
+             min(order.section, a.heads.divisor), is_long ? order.last : 0};
     sequence = s.batch + here;
     tile = tile_at(order, index - first);
   } else {
-    tile = tile_at(a.order, index, a.section_tiles, a.section);
+    tile = tile_at(order, index, a.section_tiles, a.section);
   }
   if (lane == 0) {
     const int batch = tile.head / a.heads;  // 0 in a packed batch
     s.sequence = sequence + batch;
-    s.m_block = tile.m_block;
-    s.m_blocks = tile.m_blocks;
+    // The heads at the end may have tiles of their own number.
+    const bool at_end = tile.head >= order.heads - order.last;
+    s.m_blocks = at_end ? a.last_m_blocks : order.m_blocks;
+    s.m_block = tile.m_block + s.m_blocks - order.m_blocks;
     w.head = (tile.head - batch * a.heads.divisor) * Config::kHeadsPerTile * a.together.divisor
              << grouping<Config>(a).log2;
   }
@@ -106,17 +108,11 @@ __device__ __forceinline__ void describe_tile(const ForwardArguments& a, const T
   const Segment seg_k =
       segment(kMayBePacked ? p.cu_seqlens_k : nullptr, p.total_k, p.seqlen_k, s.sequence);
   const Window window{seg_k.length - seg_q.length, p.window_left, p.window_right};
-  // Where there are more consumers in the tiles than units, the first tiles have one unit less.
-  // Under a causal mask the last tiles see the most keys: those keep all consumers at work.
   constexpr int kUnits = Config::kHeadUnits;
   const int rows = grouping<Config>(a).rows(seg_q.length);
   const int units = units_of<Config>(a, seg_q.length);
-  const int missing = s.m_blocks * kUnits - units;
-  const auto first_unit_of = [&](int m_block) {
-    return min(m_block * kUnits - min(m_block, missing), units);
-  };
-  const int first_unit = first_unit_of(s.m_block);
-  const int end_unit = first_unit_of(s.m_block + 1);
+  const int first_unit = first_unit_of(s.m_block, s.m_blocks, units, kUnits);
+  const int end_unit = first_unit_of(s.m_block + 1, s.m_blocks, units, kUnits);
   const int unit = first_unit + (is_consumer ? Config::unit_of(lane) % kUnits : 0);
   const int last_unit = is_consumer ? unit : end_unit - 1;
   const int place = unit / a.together;  // of its 64 rows in the sequence

@@ -162,6 +162,7 @@ struct ForwardArguments {
   TensorMap q, k, v, out;
   ForwardParams params;
   TileOrder order;
+  int last_m_blocks;  // tiles of each of the heads at its end
   ScoreScales scores;
   Grouping grouping;
   Divisor section_tiles, section;  // of `order`
