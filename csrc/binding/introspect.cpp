@@ -88,7 +88,8 @@ JsonObject describe(const sm90::ForwardTile& t) {
       .add("min_queries", t.min_queries)
       .add_bound("max_queries", t.max_queries)
       .add_bound("max_queries_causal", t.max_queries_causal)
-      .add("groups_heads", &t == &sm90::kForwardTiles[sm90::grouped_tile(t.dims())])
+      .add("groups_heads", t.takes_groups)
+      .add("grouped_only", t.grouped_only())
       .add("reason", t.reason);
   return json;
 }

@@ -25,6 +25,7 @@ struct ForwardTile {
   int heads_per_tile;  // heads with rows and keys of their own
   int key_parts;       // consumers that divide the keys of the same rows
   bool scores_live;    // keep S through the softmax; otherwise recompute S if the row max rises
+  bool takes_groups;   // may have heads of a group side by side, see choose_grouping
   int min_queries;     // exclusive; 0: none
   int max_queries;     // not causal
   int max_queries_causal;
@@ -35,6 +36,8 @@ struct ForwardTile {
   // In shared memory: column blocks of 64.
   constexpr int columns() const { return (head_dim + 63) / 64 * 64; }
   constexpr int value_columns() const { return (head_dim_v + 63) / 64 * 64; }
+  // Serves grouped heads only. The rows for other calls are compiled without the arithmetic.
+  constexpr bool grouped_only() const { return takes_groups && max_queries == 0; }
   constexpr int consumers() const { return heads_per_tile * key_parts * block_m / 64; }
   // Column blocks of O on the way out. Wider keys leave no room for two.
   constexpr int out_stages() const {
@@ -65,29 +68,33 @@ inline constexpr int kAnyQueries = INT_MAX;
 // Deliberately not `inline`: the dynamic linker would merge the tables of two builds loaded in one
 // process, such as the instrumented one.
 constexpr ForwardTile kForwardTiles[] = {
-    {64, 64, 128, 64, 2, 3, 1, 2, 1, false, 64, 128, 128,
+    {64, 64, 128, 64, 2, 3, 1, 2, 1, false, false, 64, 128, 128,
      "S = 128, causal: 246, 123; 64 rows of one head, three blocks an SM: 207, 102"},
-    {64, 64, 256, 64, 2, 4, 1, 1, 1, false, 128, 1024, 4096,
+    {64, 64, 256, 64, 2, 4, 1, 1, 1, false, false, 128, 1024, 4096,
      "causal S = 512, 1024: 278, 373; 192 rows of 128 keys: 241, 327"},
-    {64, 64, 64, 64, 2, 3, 3, 1, 1, true, 0, 128, 128,
+    {64, 64, 64, 64, 2, 3, 3, 1, 1, true, true, 0, 128, 128,
      "causal S = 128: 97; 128 rows of 128 keys, one block an SM: 86"},
-    {64, 64, 192, 128, 2, 3, 1, 1, 1, false, 0, kAnyQueries, kAnyQueries,
+    {64, 64, 192, 128, 2, 3, 1, 1, 1, false, false, 0, kAnyQueries, kAnyQueries,
      "S = 8192: 587; 256 rows of 64 keys: 560"},
-    {80, 80, 192, 64, 1, 4, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries, "unmeasured"},
-    {96, 96, 192, 64, 1, 4, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries,
+    {80, 80, 192, 64, 1, 4, 1, 1, 1, true, true, 0, kAnyQueries, kAnyQueries, "unmeasured"},
+    {96, 96, 192, 64, 1, 4, 1, 1, 1, true, true, 0, kAnyQueries, kAnyQueries,
      "over FlashAttention-3 1.09; 128 rows of 128 keys 1.03, as head dim 128 1.01"},
-    {128, 128, 192, 64, 1, 4, 1, 1, 1, true, 256, kAnyQueries, kAnyQueries,
+    {128, 128, 192, 64, 1, 4, 1, 1, 1, true, false, 256, kAnyQueries, kAnyQueries,
      "S = 2048, causal 1024: 714, 466; 128 rows of 128 keys: 681, 446"},
-    {128, 128, 64, 64, 2, 2, 2, 1, 1, true, 0, 64, 64,
+    {128, 128, 64, 64, 2, 2, 2, 1, 1, true, false, 0, 64, 64,
      "S = 64: 123, causal 62; 128 rows of 64 keys: 114, 55; few tiles: 16 heads, S = 512: 144"},
-    {128, 128, 64, 64, 1, 2, 1, 1, 2, true, 0, 0, 0,
+    {128, 128, 64, 64, 1, 2, 1, 1, 2, true, false, 0, 0, 0,
      "few tiles: 8 heads, S = 1024, causal and full: 1.13 and 1.15 of 64 rows of 64 keys"},
-    {128, 128, 128, 64, 2, 4, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries,
+    {128, 128, 192, 64, 1, 4, 1, 1, 1, true, true, 0, 0, 0,
+     "grouped, 47 to 154 sequences: 1.05 of 128 rows"},
+    {128, 128, 64, 64, 1, 2, 1, 1, 2, true, true, 0, 0, 0,
+     "grouped, 7 to 15 sequences: 1.20 to 1.36 of 128 rows"},
+    {128, 128, 128, 64, 2, 4, 1, 1, 1, true, true, 0, kAnyQueries, kAnyQueries,
      "S = 128, 256, causal: 241, 392, 121, 205; 128 keys, one Q: 233, 382, 115, 191"},
-    {192, 128, 192, 64, 1, 3, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries, "unmeasured"},
-    {192, 192, 128, 64, 1, 3, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries,
+    {192, 128, 192, 64, 1, 3, 1, 1, 1, true, true, 0, kAnyQueries, kAnyQueries, "unmeasured"},
+    {192, 192, 128, 64, 1, 3, 1, 1, 1, true, true, 0, kAnyQueries, kAnyQueries,
      "over FlashAttention-3 1.05; 96 keys 1.02, as head dim 256 0.85"},
-    {256, 256, 128, 64, 1, 2, 1, 1, 1, true, 0, kAnyQueries, kAnyQueries,
+    {256, 256, 128, 64, 1, 2, 1, 1, 1, true, true, 0, kAnyQueries, kAnyQueries,
      "1.04; 80 keys, scores not kept: 0.98"},
 };
 inline constexpr int kForwardTileCount = sizeof(kForwardTiles) / sizeof(kForwardTiles[0]);
@@ -106,28 +113,33 @@ struct ForwardCall {
   long long batch;
   bool causal;  // later rows see more keys
   bool packed;
-  long long total_q = 0;     // packed: all queries; 0: batch * queries
+  long long total_q = 0;  // packed: of all sequences, if known
+  long long total_k = 0;
   int window = kAnyQueries;  // keys that a row sees at most
 
   // Keys that the 64 rows of a unit see at most.
   constexpr int keys_seen() const { return window < keys - 63 ? window + 63 : keys; }
+  // Whether the sequences of a packed batch are known to have fewer queries and keys on average.
+  constexpr bool has_means() const { return packed && batch > 0 && total_q > 0; }
   // Whether no tile takes much longer than another.
   constexpr bool tiles_alike() const { return !causal || keys / 4 >= queries; }
 };
 
 // The base-2 logarithm of the query heads side by side in a tile. Heads that share a key head are
-// grouped if their tiles would be mostly empty and would not all run at once; in a packed batch, if
-// that holds for sequences of the mean length. At most 16 heads: a warp stores 16 rows of O at a
-// time.
+// grouped if they would not all run at once, and their tiles would be mostly empty or a fifth more;
+// in a packed batch, if that holds for sequences of the mean length. At most 16 heads: a warp
+// stores 16 rows of O at a time.
 constexpr int choose_grouping(const ForwardCall& c, int sms) {
-  long long queries = c.queries;
-  if (c.packed && c.total_q > 0 && c.batch > 0 && c.queries <= 2 * kGroupedQueries) {
-    queries = (c.total_q + c.batch - 1) / c.batch;
-  }
-  if (queries > kGroupedQueries || c.batch * c.heads_q <= sms) return 0;
+  if (c.queries > 2 * kGroupedQueries || c.batch * c.heads_q <= sms) return 0;
   int log2 = 0;
   while (log2 < 4 && c.heads_q / c.heads_kv % (2 << log2) == 0) ++log2;
-  return log2;
+  const double queries = c.has_means() ? static_cast<double>(c.total_q) / c.batch : c.queries;
+  if (queries <= kGroupedQueries) return log2;
+  const auto units = [&](double rows) {
+    return c.has_means() ? rows / 64 + 0.5 : static_cast<int>((rows + 63) / 64);
+  };
+  const bool saves = 5 * units(queries * (1 << log2)) <= 4 * units(queries) * (1 << log2);
+  return saves && c.dims.q > 64 ? log2 : 0;
 }
 
 // The head dims of the table that serve a call's: rounded up; 0 if there are none.
@@ -138,30 +150,18 @@ constexpr HeadDims tile_dims(HeadDims dims) {
   return 0;
 }
 
-// The row with the largest block_m up to `max_rows` for head dims of the table, among rows of one
-// head per tile; -1 if there is none.
-constexpr int largest_tile(HeadDims dims, int max_rows) {
-  int best = -1;
-  for (int i = 0; i < kForwardTileCount; ++i) {
-    const ForwardTile& t = kForwardTiles[i];
-    if (!t.has(dims) || t.block_m > max_rows || t.consumers() != t.block_m / 64) continue;
-    if (best < 0 || t.block_m > kForwardTiles[best].block_m) best = i;
-  }
-  return best;
-}
-
-// The one row for head dims of the table that serves grouped heads; the other rows are compiled
-// without the arithmetic.
-constexpr int grouped_tile(HeadDims dims) {
-  const int row = largest_tile(dims, 128);
-  return row >= 0 ? row : largest_tile(dims, kAnyQueries);
-}
-
 // The choice for a call: a row of the table (-1: none), and 1 << grouping heads side by side.
 struct ForwardChoice {
   int row;
   int grouping;
 };
+
+// The query heads whose rows, 64 at a time, may come together in a tile: those of a key head. Then
+// only the last tile of a key head leaves consumers idle. Rows of grouped heads are together
+// anyway, and heads with keys of their own in a tile are not of one key head.
+constexpr int heads_together(const ForwardTile& t, int grouping, int heads_q, int heads_kv) {
+  return grouping == 0 && t.heads_per_tile == 1 && heads_kv > 0 ? heads_q / heads_kv : 1;
+}
 
 // The first row whose bounds include the call; -1 if there is none. A window is like a short call.
 // Rows of several heads need a dense call that has them, of one tile a head.
@@ -171,19 +171,15 @@ constexpr int first_tile(const ForwardCall& c) {
   for (int i = 0; i < kForwardTileCount; ++i) {
     const ForwardTile& t = kForwardTiles[i];
     const int max_queries = c.causal ? t.max_queries_causal : t.max_queries;
-    const bool enough = rows > t.min_queries || t.min_queries == 0;
+    // Heads that come together fill a tile with fewer queries.
+    const int together = heads_together(t, 0, c.heads_q, c.heads_kv);
+    const bool enough =
+        t.min_queries == 0 || static_cast<long long>(rows) * together > t.min_queries;
     const bool has_heads = t.heads_per_tile == 1 ||
                            (!c.packed && c.heads_q >= t.heads_per_tile && c.queries <= t.block_m);
-    if (t.has(dims) && enough && has_heads && rows <= max_queries) return i;
+    if (t.has(dims) && enough && has_heads && rows <= max_queries && !t.grouped_only()) return i;
   }
   return -1;
-}
-
-// The query heads whose rows, 64 at a time, may come together in a tile: those of a key head. Then
-// only the last tile of a key head leaves consumers idle. Rows of grouped heads are together
-// anyway, and heads with keys of their own in a tile are not of one key head.
-constexpr int heads_together(const ForwardTile& t, int grouping, int heads_q, int heads_kv) {
-  return grouping == 0 && t.heads_per_tile == 1 && heads_kv > 0 ? heads_q / heads_kv : 1;
 }
 
 // How many tiles a call has. A set of heads comes together in tiles.
@@ -258,14 +254,21 @@ constexpr BalancedTiles balanced(const ForwardTile& t, int grouping, const Forwa
 //
 // A step of 64 keys takes at least kLeastStep; where an SM has more consumers, they share the
 // tensor cores. What else a tile does takes kTileCycles, and kMeetingCycles where two consumers
-// share rows. Causal: the longest tiles come first and the SMs end together, unless the longest
-// tile alone takes longer. Otherwise tiles take the same time, and the last round may have few.
+// share rows. Causal, or packed with grouped heads: the longest tiles come first and the SMs end
+// together, unless the longest tile alone takes longer. Otherwise tiles take the same time, and the
+// last round may have few.
 inline constexpr int kLeastStep = 500, kTileCycles = 8000, kMeetingCycles = 500;
 inline constexpr long long kFewRounds = 8;
 
-constexpr double estimated_cycles(const ForwardTile& t, const ForwardCall& c, int sms) {
-  const long long tiles = tiles_of(t, 0, c).count();
-  const long long on_each = (tiles + sms - 1) / sms;
+constexpr double estimated_cycles(const ForwardTile& t, int grouping, const ForwardCall& c,
+                                  int sms) {
+  double tiles = tiles_of(t, grouping, c).count();
+  const bool means = grouping > 0 && c.has_means();
+  if (means) {  // the last tile of a sequence is half empty
+    tiles = (static_cast<double>(c.total_q << grouping) / t.block_m + 0.5 * c.batch) *
+            (c.heads_q >> grouping);
+  }
+  const long long on_each = static_cast<long long>((tiles + sms - 1) / sms);
   const int at_once = on_each < t.blocks_per_sm ? static_cast<int>(on_each) : t.blocks_per_sm;
   // Of a step.
   const int products = (12 * t.consumers() + t.key_parts) * (t.head_dim + t.head_dim_v) / 8;
@@ -273,16 +276,33 @@ constexpr double estimated_cycles(const ForwardTile& t, const ForwardCall& c, in
     return products * blocks > kLeastStep ? products * blocks : kLeastStep;
   };
   const int keys = c.keys_seen();
-  const int steps = ((keys + 63) / 64 + 1) / t.key_parts + 1;
+  const auto steps_of = [&](long long k) { return ((k + 63) / 64 + 1) / t.key_parts + 1; };
+  const long long steps = steps_of(keys);
   const int rest = kTileCycles + (t.key_parts - 1) * kMeetingCycles;
   if (at_once == 0) return 0;  // no tile
   const int unseen =
       c.causal ? (c.queries < keys ? c.queries : keys) / 128 / t.key_parts : 0;  // on average
-  const double each = (steps - unseen) * step(at_once) + rest;
-  if (c.tiles_alike()) return balanced(t, 0, c, sms).rounds * each;
+  const double each =
+      (means ? steps_of(c.total_k / c.batch) : steps - unseen) * step(at_once) + rest;
+  if (c.tiles_alike() && !means) return balanced(t, grouping, c, sms).rounds * each;
   const double all = tiles * each / (sms * at_once);
   const double longest = steps * step(1) + rest;
   return all > longest ? all : longest;
+}
+
+// Grouped heads: the row with the least estimate.
+constexpr int grouped_row(const ForwardCall& c, int grouping, int sms) {
+  int row = -1;
+  double least = 0;
+  for (int i = 0; i < kForwardTileCount; ++i) {
+    const ForwardTile& t = kForwardTiles[i];
+    if (!t.has(tile_dims(c.dims)) || !t.takes_groups) continue;
+    const double cycles = estimated_cycles(t, grouping, c, sms);
+    if (row >= 0 && cycles >= least) continue;
+    least = cycles;
+    row = i;
+  }
+  return row;
 }
 
 // The row is `first_tile`, unless another row of one head saves a tenth by the estimate: where
@@ -290,19 +310,18 @@ constexpr double estimated_cycles(const ForwardTile& t, const ForwardCall& c, in
 // the estimate is no better. A packed batch has fewer tiles than are counted, so only if all of
 // them fit at once.
 constexpr ForwardChoice choose_forward(const ForwardCall& c, int sms) {
-  const HeadDims dims = tile_dims(c.dims);
   const int grouping = choose_grouping(c, sms);
-  if (grouping > 0) return {grouped_tile(dims), grouping};
+  if (grouping > 0) return {grouped_row(c, grouping, sms), grouping};
   int row = first_tile(c);
   if (row < 0) return {row, 0};
   const long long tiles = tiles_of(kForwardTiles[row], 0, c).count();
   if (c.packed && tiles > sms) return {row, 0};
   double least =
-      estimated_cycles(kForwardTiles[row], c, sms) * (tiles <= kFewRounds * sms ? 0.9 : 0.8);
+      estimated_cycles(kForwardTiles[row], 0, c, sms) * (tiles <= kFewRounds * sms ? 0.9 : 0.8);
   for (int i = 0; i < kForwardTileCount; ++i) {
     const ForwardTile& t = kForwardTiles[i];
-    if (!t.has(dims) || t.heads_per_tile > 1) continue;
-    const double cycles = estimated_cycles(t, c, sms);
+    if (!t.has(tile_dims(c.dims)) || t.heads_per_tile > 1 || t.grouped_only()) continue;
+    const double cycles = estimated_cycles(t, 0, c, sms);
     if (cycles >= least) continue;
     least = cycles;
     row = i;
@@ -326,14 +345,20 @@ inline ForwardCall forward_call(const ForwardParams& p) {
                 is_causal(p),
                 p.packed()};
   if (p.q_stride.head == 0) c.heads_kv = p.heads_q;
-  if (p.packed()) c.total_q = p.total_q;
+  if (p.packed()) {
+    c.total_q = p.total_q;
+    c.total_k = p.total_k;
+  }
   if (p.window_left >= 0 && p.window_right >= 0) c.window = p.window_left + 1 + p.window_right;
   return c;
 }
 
-constexpr ForwardTile forward_tile(int head_dim, int block_m, int key_parts = 1) {
+constexpr ForwardTile forward_tile(int head_dim, int block_m, int key_parts = 1,
+                                   bool grouped_only = false) {
   for (const ForwardTile& t : kForwardTiles) {
-    if (head_dim == t.head_dim && block_m == t.block_m && key_parts == t.key_parts) return t;
+    if (head_dim == t.head_dim && block_m == t.block_m && key_parts == t.key_parts &&
+        grouped_only == t.grouped_only())
+      return t;
   }
   return {};
 }

@@ -39,7 +39,7 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
                        kv_bytes, !call.tiles_alike());
   // In a packed batch: one sequence that has most rows.
   if (p.packed()) call.batch = 1;
-  if (call.tiles_alike() && (!p.packed() || 2 * int64_t{p.seqlen_q} > p.total_q)) {
+  if (call.tiles_alike() && (!p.packed() || 2 * int64_t{p.seqlen_q} >= p.total_q)) {
     const ForwardTiles tiles = balanced(Config::kTile, grouping.log2, call, device.sms).tiles;
     a.order.last = static_cast<int>(tiles.last_sets);
     a.last_m_blocks = static_cast<int>(tiles.last_m_blocks);
@@ -111,11 +111,7 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
 template <class Element, int kIndex>
 cudaError_t launch_row(const ForwardParams& p, Grouping grouping, const DeviceFacts& device,
                        cudaStream_t stream) {
-  constexpr ForwardTile kTile = kForwardTiles[kIndex];
-  using Config = std::conditional_t<kTile.key_parts == 1,
-                                    ForwardConfig<Element, kTile.head_dim, kTile.block_m>,
-                                    SplitForwardConfig<Element, kTile.head_dim, kTile.block_m>>;
-  return launch<Config>(p, grouping, device, stream);
+  return launch<RowConfig<Element, kIndex>>(p, grouping, device, stream);
 }
 
 template <class Element, int... kIndices>

@@ -1,6 +1,8 @@
 // What the roles share: the configuration, the arguments, shared memory and its barriers.
 #pragma once
 
+#include <type_traits>
+
 #include "attn/block_range.cuh"
 #include "attn/divisor.h"
 #include "attn/faults.cuh"
@@ -19,11 +21,11 @@
 
 namespace attnscope::sm90 {
 
-template <class Element_, int kHeadDim_, int kBlockM_, int kKeyParts_>
+template <class Element_, int kHeadDim_, int kBlockM_, int kKeyParts_, bool kGroupedOnly>
 struct AnyForwardConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr ForwardTile kTile = forward_tile(kHeadDim, kBlockM_, kKeyParts_);
+  static constexpr ForwardTile kTile = forward_tile(kHeadDim, kBlockM_, kKeyParts_, kGroupedOnly);
   static constexpr int kValueDim = kTile.head_dim_v;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
@@ -47,9 +49,7 @@ struct AnyForwardConfig {
   static constexpr int kValueBytes = 2 * kBlockN * kValueColumns;
   static constexpr int kRowBytes = 128;  // one swizzled row of a 64-element column block
   static constexpr bool kScoresLive = kTile.scores_live;
-  static constexpr bool kTakesGroups =
-      kHeadsPerTile == 1 &&
-      (kTile.head_dim == 128 || kForwardTiles[grouped_tile(kTile.dims())].block_m == kTile.block_m);
+  static constexpr bool kTakesGroups = kTile.takes_groups;
 
   // The consumer's rows, among the units of the tile, and its part of a step's keys.
   static __device__ __forceinline__ int unit_of(int consumer) { return consumer / kKeyParts; }
@@ -71,11 +71,27 @@ struct AnyForwardConfig {
 
 // One consumer for each unit of a tile.
 template <class Element, int kHeadDim, int kBlockM>
-struct ForwardConfig : AnyForwardConfig<Element, kHeadDim, kBlockM, 1> {};
+struct ForwardConfig : AnyForwardConfig<Element, kHeadDim, kBlockM, 1, false> {};
+template <class Element, int kHeadDim, int kBlockM>
+struct GroupedForwardConfig : AnyForwardConfig<Element, kHeadDim, kBlockM, 1, true> {};
 
 // Two consumers share the rows of a unit and divide its keys.
 template <class Element, int kHeadDim, int kBlockM>
-struct SplitForwardConfig : AnyForwardConfig<Element, kHeadDim, kBlockM, 2> {};
+struct SplitForwardConfig : AnyForwardConfig<Element, kHeadDim, kBlockM, 2, false> {};
+template <class Element, int kHeadDim, int kBlockM>
+struct GroupedSplitForwardConfig : AnyForwardConfig<Element, kHeadDim, kBlockM, 2, true> {};
+
+// The configuration of row `kRow` of the table.
+template <class Element, int kRow, int kHeadDim = kForwardTiles[kRow].head_dim,
+          int kBlockM = kForwardTiles[kRow].block_m>
+using RowConfig =
+    std::conditional_t<kForwardTiles[kRow].grouped_only(),
+                       std::conditional_t<kForwardTiles[kRow].key_parts == 1,
+                                          GroupedForwardConfig<Element, kHeadDim, kBlockM>,
+                                          GroupedSplitForwardConfig<Element, kHeadDim, kBlockM>>,
+                       std::conditional_t<kForwardTiles[kRow].key_parts == 1,
+                                          ForwardConfig<Element, kHeadDim, kBlockM>,
+                                          SplitForwardConfig<Element, kHeadDim, kBlockM>>>;
 
 // Up to 64 rows of one query head, and the keys of them that are a consumer's: its part of a tile.
 struct Unit {
