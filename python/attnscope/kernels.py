@@ -54,6 +54,7 @@ COLUMNS = {
     "max_queries_causal": "serves causal calls with at most this many queries",
     "serves_softcap": "serves calls with a softcap; if not, the next row does",
     "groups_heads": "serves calls whose heads of a group share a tile",
+    "grouped_only": "serves no other calls",
     "reason": "why this tile: TFLOP/s, or speed over the best peer, on an H200",
 }
 
@@ -64,11 +65,13 @@ def symbol_matches(symbol: str, tile: dict[str, Any]) -> bool:
     The kernel's folder ("sm80_forward") is the name of the namespace and of the function, which may
     begin with "wide_". The integer template arguments are the number of the row if the tile has
     one. Otherwise they are the head dim, and if there are more, the query rows and the keys.
-    Tiles that divide keys have a configuration of their own.
+    Tiles that divide keys, and those for grouped heads only, have configurations of their own.
     """
     arch, _, operation = tile["kernel"].partition("_")
     found = re.search(rf"\b{arch}::(?:wide_)?{operation}_kernel<(.*)>", symbol)
     if ("SplitForwardConfig<" in symbol) != (tile.get("key_parts", 1) > 1):
+        return False
+    if ("::Grouped" in symbol) != tile.get("grouped_only", False):
         return False
     integers = [int(i) for i in re.findall(r"(?<![\w:])\d+", found[1])] if found else []
     names = ("row",) if "row" in tile else ("head_dim", "block_m", "block_n")
@@ -121,7 +124,12 @@ def kernel_rows() -> list[dict[str, Any]]:
 
 
 def queries_served(tile: dict[str, Any]) -> str:
-    """The numbers of queries whose calls a tile serves: "any", "65-128", "257+", or "few tiles"."""
+    """The numbers of queries whose calls a tile serves: "any", "65-128", "257+".
+
+    "few tiles" and "grouped" if the number does not matter.
+    """
+    if tile.get("grouped_only"):
+        return "grouped"
     most, most_causal = tile.get("max_queries"), tile.get("max_queries_causal")
     least = tile.get("min_queries") or 0
     if most == most_causal == 0:

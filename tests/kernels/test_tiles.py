@@ -100,15 +100,25 @@ static_assert(grouping(call(128, 1, 32, 8, 4, true), 114) == 2, "128 heads are t
 static_assert(tile(256, 1, true, 1).block_m == 128, "no tile is smaller");
 static_assert(grouped(64, 64, 3) && grouped(128, 128, 3) && grouped(96, 192, 3));
 static_assert(grouping(call(128, 64, 32, 8, 64, true)) == 2);
-static_assert(grouping(call(128, 65, 32, 8, 64, true)) == 0);
+static_assert(grouping(call(128, 96, 32, 8, 64, true)) == 2, "six units for eight");
+static_assert(grouping(call(128, 97, 32, 8, 64, true)) == 0, "seven units for eight");
+static_assert(grouping(call(64, 96, 32, 8, 64, true)) == 0, "the grouped tile is low");
 static_assert(grouping(call(128, 1, 32, 8, 4, true)) == 0, "every head has a multiprocessor");
 static_assert(grouping(call(128, 1, 12, 1, 64, true)) == 2);
 static_assert(grouping(call(128, 1, 7, 1, 64, true)) == 0);
 static_assert(grouping(call(128, 1, 64, 1, 64, true)) == 4);
 static_assert(grouping(call(128, 1, 0, 0, 64, true)) == 0);
 static_assert(grouping(packed(128, 70, 32, 8, 100, 3500)) == 2, "35 queries on average");
-static_assert(grouping(packed(128, 70, 32, 8, 100, 6500)) == 0, "65 on average");
+static_assert(grouping(packed(128, 128, 32, 8, 100, 10000)) == 0, "100 on average");
 static_assert(grouping(packed(128, 8192, 32, 8, 1000, 17000)) == 0, "one sequence is long");
+constexpr const ForwardTile& packed_tile(int sequences, long long total_k) {
+  ForwardCall c = packed(128, 70, 32, 8, sequences, 35 * sequences);
+  c.keys = 2300;
+  c.total_k = total_k;
+  return tile(c);
+}
+static_assert(packed_tile(150, 150 * 600).block_m == 192 && packed_tile(150, 0).grouped_only());
+static_assert(packed_tile(10, 10 * 600).key_parts == 2 && packed_tile(10, 0).grouped_only());
 constexpr long long count(const ForwardTile& t, const ForwardCall& c, int log2 = 0) {
   return tiles_of(t, log2, c).count();
 }

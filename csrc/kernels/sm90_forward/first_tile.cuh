@@ -37,8 +37,9 @@ __device__ __forceinline__ void init_barriers(ForwardShared<Config>& s) {
 #endif
 }
 
-// By one warp.
-template <class Config, bool kPacked>
+// By the scheduler's warp. Without kPackedAtEntry a packed batch has its first tile described by
+// `schedule`.
+template <class Config>
 __device__ __forceinline__ void describe_first_tile(const ForwardArguments& a,
                                                     ForwardShared<Config>& s) {
   const bool elected = ptx::lane() == 0;
@@ -49,8 +50,9 @@ __device__ __forceinline__ void describe_first_tile(const ForwardArguments& a,
     s.queue.turn = 0;
   }
   __syncwarp();
-  if (kPacked) count_tiles<Config>(a, s.queue, 0);
-  const bool stop = !fill_in<Config, kPacked>(a, s.queue, s.tile[0]);
+  if (!Config::kPackedAtEntry && a.packed) return;
+  if (Config::kPackedAtEntry && a.packed) count_tiles<Config>(a, s.queue, 0);
+  const bool stop = !fill_in<Config, Config::kPackedAtEntry>(a, s.queue, s.tile[0]);
   if (elected) {
     s.tile[0].stop = stop;
     s.tile[0].loading = !stop && s.tile[0].range.begin < s.tile[0].range.end;
@@ -63,7 +65,7 @@ template <class Config>
 __device__ __forceinline__ void hand_first_tile(const ForwardArguments& a,
                                                 ForwardShared<Config>& s) {
   const TileWork& w = s.tile[0];
-  if (!w.loading) return;
+  if ((!Config::kPackedAtEntry && a.packed) || !w.loading) return;
   const bool elected = threadIdx.x % 32 == 0;
   inject(Fault::kTile, 0);
   if (kEveryLaneArrives || elected) ptx::mbarrier_arrive(ptx::shared_address(&s.tile_full[0]));

@@ -27,9 +27,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   auto& s = *reinterpret_cast<ForwardShared<Config>*>(shared_memory);
 
   if (threadIdx.x == 0) init_barriers<Config>(s);
-  // The code of two warps: that of a packed batch is not in the way of a dense call.
-  if (threadIdx.x / 32 == 1 && !a.packed) describe_first_tile<Config, false>(a, s);
-  if (threadIdx.x / 32 == 3 && a.packed) describe_first_tile<Config, true>(a, s);
+  if (threadIdx.x / 32 == 1) describe_first_tile<Config>(a, s);
   if (threadIdx.x == 64) {
     ptx::prefetch_tensor_map(&a.q.map);
     ptx::prefetch_tensor_map(&a.k.map);

@@ -64,7 +64,9 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
   if (tiles > kMostTiles && !p.packed()) return cudaErrorInvalidConfiguration;
   a.tiles = static_cast<int>(std::min<int64_t>(tiles, kMostTiles));
   a.packed = p.packed();
-  a.turns = p.batch <= kOrderedSequences ? kSequenceTurns : 1;
+  // Where the longest has twice as many keys as the mean, or more.
+  const bool varied = 2 * p.total_k <= int64_t{p.batch} * p.seqlen_k;
+  a.turns = varied && p.batch <= kOrderedSequences ? kSequenceTurns : 1;
   a.hides_keys = a.packed || p.window_left >= 0 || p.window_right >= 0;
 
   const int64_t batch = p.packed() ? 1 : p.batch;

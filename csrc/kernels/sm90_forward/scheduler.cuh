@@ -210,6 +210,7 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
   using ptx::shared_address;
   const bool elected = threadIdx.x % 32 == 0;
   const bool counts = a.counter != nullptr;  // otherwise each block has one tile at most
+  if (!Config::kPackedAtEntry && a.packed) count_tiles<Config>(a, s.queue, 0);
   const auto take_index = [&] {
     s.queue.index = counts ? gridDim.x + ptx::atomic_add(&a.counter->taken, 1) : a.tiles;
   };
@@ -220,7 +221,8 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
     const TileSlot slot(tiles);
     TileWork& w = s.tile[slot.stage];
     timeline.tile(tiles, SchedulerTile::kAwaitRequest);
-    bool described = tiles == 0;  // see describe_first_tile
+    // See describe_first_tile.
+    bool described = tiles == 0 && (Config::kPackedAtEntry || !a.packed);
     if (tiles > 0) {
       if (!a.prefetch_tiles) ptx::mbarrier_wait(shared_address(&s.tile_wanted), tiles - 1 & 1);
       timeline.tile(tiles, SchedulerTile::kTake);
