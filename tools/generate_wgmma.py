@@ -11,7 +11,7 @@ from pathlib import Path
 TARGET = Path(__file__).parent.parent / "csrc" / "ptx" / "wgmma_shapes.cuh"
 SCORE_COLUMNS = (64, 128)  # key blocks: A and B from shared memory
 GRADIENT_COLUMNS = (64, 128)  # of dQ: A and B from shared memory, B transposed
-OUTPUT_COLUMNS = (64, 96, 128, 192, 256)  # head dims: A from registers, B transposed
+OUTPUT_COLUMNS = (64, 80, 96, 128, 192, 256)  # head dims: A from registers, B transposed
 TYPES = (("__nv_bfloat16", "bf16"), ("__half", "f16"))
 
 HEAD = """\

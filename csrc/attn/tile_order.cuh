@@ -47,6 +47,14 @@ __device__ __forceinline__ Tile tile_at(const TileOrder& order, int index, Numbe
   return {order.m_blocks - 1 - above, first + rest - above * width};
 }
 
+// The first unit of rows of tile `m_block` of `m_blocks`, of up to `per_tile` units each. With room
+// for more units than there are, the first tiles have one less: under a causal mask the last ones
+// see the most keys, and those keep all consumers at work.
+__device__ __forceinline__ int first_unit_of(int m_block, int m_blocks, int units, int per_tile) {
+  const int missing = m_blocks * per_tile - units;
+  return min(m_block * per_tile - min(m_block, missing), units);
+}
+
 __device__ __forceinline__ Tile tile_at(const TileOrder& order, int index) {
   return tile_at(order, index, order.section * order.m_blocks, order.section);
 }

@@ -71,6 +71,7 @@ JsonObject describe(const sm90::ForwardTile& t) {
   JsonObject json;
   json.add("kernel", "sm90_forward")
       .add("head_dim", t.head_dim)
+      .add("head_dim_v", t.head_dim_v)
       .add("block_m", t.block_m)
       .add("block_n", t.block_n)
       .add("heads_per_tile", t.heads_per_tile)
@@ -87,7 +88,8 @@ JsonObject describe(const sm90::ForwardTile& t) {
       .add("min_queries", t.min_queries)
       .add_bound("max_queries", t.max_queries)
       .add_bound("max_queries_causal", t.max_queries_causal)
-      .add("groups_heads", &t == &sm90::kForwardTiles[sm90::grouped_tile(t.head_dim)])
+      .add("groups_heads", t.takes_groups)
+      .add("grouped_only", t.grouped_only())
       .add("reason", t.reason);
   return json;
 }
@@ -175,24 +177,25 @@ void add_counts(JsonObject& json, long long tiles, long long blocks, int64_t res
 
 std::string choose_sm90(const ForwardParams& p, bool packed, const Device& device) {
   const int sms = static_cast<int>(device.sms);
-  const bool causal = sm90::is_causal(p);
-  const int head_dim = std::max(p.head_dim, p.head_dim_v);
-  const sm90::ForwardChoice choice = sm90::choose_forward(
-      head_dim, p.seqlen_q, p.heads_q, p.heads_kv, p.batch, causal, packed, sms, p.seqlen_k);
+  sm90::ForwardCall call = sm90::forward_call(p);
+  call.heads_kv = p.heads_kv;
+  call.packed = packed;
+  const sm90::ForwardChoice choice = sm90::choose_forward(call, sms);
   const sm90::ForwardTile& t = sm90::kForwardTiles[choice.row];
-  const int first =
-      sm90::first_tile(sm90::tile_head_dim(head_dim), p.seqlen_q, p.heads_q, causal, packed);
-  const long long tiles =
-      sm90::tile_count(t, choice.grouping, p.seqlen_q, p.heads_q, p.heads_kv, p.batch);
+  const bool alike = call.tiles_alike() && !packed;
+  const long long tiles = (alike ? sm90::balanced(t, choice.grouping, call, sms).tiles
+                                 : sm90::tiles_of(t, choice.grouping, call))
+                              .count();
   const int64_t resident = t.blocks_per_sm * device.sms;
   JsonObject json;
   json.add("kernel", "sm90_forward")
       .add("tile", describe(t))
-      .add("rule", choice.grouping > 0   ? "grouped heads"
-                   : choice.row == first ? "first row whose bounds include the call"
-                                         : "least time by estimate")
+      .add("rule", choice.grouping > 0 ? "grouped heads"
+                   : choice.row == sm90::first_tile(call)
+                       ? "first row whose bounds include the call"
+                       : "least time by estimate")
       .add("heads_side_by_side", 1 << choice.grouping)
-      .add("causal", causal)
+      .add("causal", call.causal)
       .add("not_sm90", static_cast<const char*>(nullptr));
   add_counts(json, tiles, std::min<long long>(tiles, resident), resident);
   return json.text();

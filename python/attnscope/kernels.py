@@ -33,6 +33,7 @@ BLOCK_SHARED_KIB = {80: 163, 87: 163, 86: 99, 89: 99, 120: 99, 121: 99}
 COLUMNS = {
     "row": "number of the row in the kernel's table; its symbol has it",
     "head_dim": "head dim of the tile; smaller head dims are filled with zeros",
+    "head_dim_v": "head dim of V and the output in the tile",
     "block_m": "query rows of a head in a tile; backward: of one step",
     "block_n": "keys of one step; backward: of a tile",
     "cluster": "thread blocks of a cluster, which share the tile's keys",
@@ -54,6 +55,7 @@ COLUMNS = {
     "max_queries_causal": "serves causal calls with at most this many queries",
     "serves_softcap": "serves calls with a softcap; if not, the next row does",
     "groups_heads": "serves calls whose heads of a group share a tile",
+    "grouped_only": "serves no other calls",
     "reason": "why this tile: TFLOP/s, or speed over the best peer, on an H200",
 }
 
@@ -64,11 +66,13 @@ def symbol_matches(symbol: str, tile: dict[str, Any]) -> bool:
     The kernel's folder ("sm80_forward") is the name of the namespace and of the function, which may
     begin with "wide_". The integer template arguments are the number of the row if the tile has
     one. Otherwise they are the head dim, and if there are more, the query rows and the keys.
-    Tiles that divide keys have a configuration of their own.
+    Tiles that divide keys, and those for grouped heads only, have configurations of their own.
     """
     arch, _, operation = tile["kernel"].partition("_")
     found = re.search(rf"\b{arch}::(?:wide_)?{operation}_kernel<(.*)>", symbol)
     if ("SplitForwardConfig<" in symbol) != (tile.get("key_parts", 1) > 1):
+        return False
+    if ("::Grouped" in symbol) != tile.get("grouped_only", False):
         return False
     integers = [int(i) for i in re.findall(r"(?<![\w:])\d+", found[1])] if found else []
     names = ("row",) if "row" in tile else ("head_dim", "block_m", "block_n")
@@ -121,7 +125,12 @@ def kernel_rows() -> list[dict[str, Any]]:
 
 
 def queries_served(tile: dict[str, Any]) -> str:
-    """The numbers of queries whose calls a tile serves: "any", "65-128", "257+", or "few tiles"."""
+    """The numbers of queries whose calls a tile serves: "any", "65-128", "257+".
+
+    "few tiles" and "grouped" if the number does not matter.
+    """
+    if tile.get("grouped_only"):
+        return "grouped"
     most, most_causal = tile.get("max_queries"), tile.get("max_queries_causal")
     least = tile.get("min_queries") or 0
     if most == most_causal == 0:
@@ -142,6 +151,13 @@ def tile_size(tile: dict[str, Any]) -> str:
     return size if tile.get("heads_per_tile", 1) == 1 else f"{tile['heads_per_tile']} x {size}"
 
 
+def tile_head_dim(tile: dict[str, Any]) -> str:
+    """The head dim of a tile; "192/128" where that of V differs."""
+    head_dim = tile["head_dim"]
+    of_v = tile.get("head_dim_v", head_dim)
+    return str(head_dim) if of_v == head_dim else f"{head_dim}/{of_v}"
+
+
 def kernels_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The tiles as a table, with the stages of Q and of K and V as "2/3"."""
     table = Table(box=box.SIMPLE_HEAD, title="CUDA kernels: worst instance of each tile")
@@ -157,7 +173,7 @@ def kernels_table(rows: Sequence[dict[str, Any]]) -> Table:
     for row in rows:
         stages = f"{row['q_stages']}/{row['stages']}" if "q_stages" in row else str(row["stages"])
         kept = {True: "yes", False: "no", None: "-"}[row.get("scores_live")]
-        tile = [str(row["head_dim"]), tile_size(row), queries_served(row), str(row["threads"])]
+        tile = [tile_head_dim(row), tile_size(row), queries_served(row), str(row["threads"])]
         tile += [stages, kept]
         if row["missing"]:
             table.add_row(row["kernel"], "-", *tile, *["-"] * 4, row["missing"], row["reason"])
@@ -275,7 +291,7 @@ def print_choice(call: Call, choice: dict[str, Any]) -> None:
     tile = choice["tile"]
     major, minor = divmod(call.capability, 10)
     say(
-        f"{choice['kernel']}, tile {tile_size(tile)} at head dim {tile['head_dim']}: "
+        f"{choice['kernel']}, tile {tile_size(tile)} at head dim {tile_head_dim(tile)}: "
         f"{choice['rule']}"
     )
     if choice["not_sm90"]:

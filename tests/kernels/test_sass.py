@@ -46,12 +46,12 @@ def test_products_are_as_wide_as_the_tile(tile, element):
     """One instruction of S = Q K^T covers all keys of a step; of O += P V, the head dim."""
     shapes = re.findall(r"HGMMA\.64x(\d+)x16(\S*)", code_of(tile, element))
     assert {kind for _, kind in shapes} == {ELEMENTS[element]}
-    assert {int(width) for width, _ in shapes} == {tile["block_n"], tile["head_dim"]}
+    assert {int(width) for width, _ in shapes} == {tile["block_n"], tile["head_dim_v"]}
     # At any unrolling of the loop, each product covers its whole depth.
     scores, output = tile["head_dim"] // 16, tile["block_n"] // 16
     widths = [int(width) for width, _ in shapes]
     assert widths.count(tile["block_n"]) % scores == 0
-    assert widths.count(tile["head_dim"]) % output == 0
+    assert widths.count(tile["head_dim_v"]) % output == 0
 
 
 @each_kernel
@@ -82,13 +82,14 @@ def test_nothing_in_the_main_loop_waits_for_a_uniform_value(tile, element):
     """Descriptors and slots stay on the uniform datapath; otherwise REDUX precedes products."""
     loop = sass.main_loop(code_of(tile, element))
     widths = {int(width) for width in re.findall(r"HGMMA\.64x(\d+)x16", loop)}
-    assert widths == {tile["block_n"], tile["head_dim"]}
-    # One REDUX per copy of the step, where a row max increases; none before a step's products.
+    assert widths == {tile["block_n"], tile["head_dim_v"]}
+    # One REDUX per copy of the step, where a row max increases, and one for the descriptors of Q if
+    # these do not fit in uniform registers; none right before a step's products.
     steps = re.split(r"WARPGROUP\.ARRIVE", loop)
     assert all("REDUX" not in part[:2000] for part in steps[1:])
-    assert loop.count("REDUX") <= 2
+    assert loop.count("REDUX") <= (4 if tile["head_dim"] > 128 else 2)
     # A branch around a release moved ring positions off the uniform datapath: 48 R2UR per loop.
-    assert loop.count("R2UR") <= {192: 14, 256: 26}.get(tile["head_dim"], 0)
+    assert loop.count("R2UR") == 0
 
 
 def test_every_tile_has_both_dtypes():

@@ -10,14 +10,39 @@ ROOT = Path(__file__).parents[2]
 CXX = shutil.which("g++")
 
 HOPPER = """
+#define __CUDACC__
+#define __device__ constexpr
+#define __forceinline__ inline
+constexpr int min(int a, int b) { return a < b ? a : b; }
+#include "attn/tile_order.cuh"
 #include "kernels/sm90_forward/config.cuh"
+using attnscope::first_unit_of;
 using namespace attnscope::sm90;
-constexpr const ForwardTile& tile(int head_dim, int rows, bool causal, int heads = 1000,
-                                  int sms = 132) {
-  return kForwardTiles[choose_forward(head_dim, rows, heads, heads, 1, causal, false, sms).row];
+constexpr ForwardCall call(HeadDims dims, int queries, int heads_q, int heads_kv, int batch,
+                           bool causal, bool packed = false, int keys = 0) {
+  return {dims, queries, keys > 0 ? keys : queries, heads_q, heads_kv, batch, causal, packed};
 }
+constexpr ForwardCall windowed(HeadDims dims, int queries, int heads, int window) {
+  ForwardCall c = call(dims, queries, heads, heads, 1, false);
+  c.window = window;
+  return c;
+}
+constexpr ForwardCall packed(int head_dim, int queries, int heads_q, int heads_kv, int batch,
+                             long long total_q) {
+  ForwardCall c = call(head_dim, queries, heads_q, heads_kv, batch, true, true);
+  c.total_q = total_q;
+  return c;
+}
+constexpr const ForwardTile& tile(const ForwardCall& c, int sms = 132) {
+  return kForwardTiles[choose_forward(c, sms).row];
+}
+constexpr const ForwardTile& tile(HeadDims dims, int rows, bool causal, int heads = 1000,
+                                  int sms = 132) {
+  return tile(call(dims, rows, heads, heads, 1, causal), sms);
+}
+constexpr int grouping(const ForwardCall& c, int sms = 132) { return choose_grouping(c, sms); }
 constexpr bool grouped(int head_dim, int block_m, int log2) {
-  const ForwardChoice choice = choose_forward(head_dim, 16, 32, 4, 64, true, false, 132);
+  const ForwardChoice choice = choose_forward(call(head_dim, 16, 32, 4, 64, true), 132);
   return kForwardTiles[choice.row].block_m == block_m && choice.grouping == log2;
 }
 constexpr bool every_tile_fits() {
@@ -33,18 +58,23 @@ constexpr bool every_tile_fits() {
 }
 static_assert(every_tile_fits(), "a tile does not fit a multiprocessor");
 static_assert(tile(8, 1, false).head_dim == 64 && tile(64, 1 << 30, true).head_dim == 64);
-static_assert(tile(72, 1, false).head_dim == 96 && tile(96, 1 << 30, true).head_dim == 96);
+static_assert(tile(72, 1, false).head_dim == 80 && tile(88, 1 << 30, true).head_dim == 96);
 static_assert(tile(104, 1, false).head_dim == 128 && tile(128, 1 << 30, true).head_dim == 128);
 static_assert(tile(136, 1, false).head_dim == 192 && tile(192, 1 << 30, true).head_dim == 192);
 static_assert(tile(200, 1, false).head_dim == 256 && tile(256, 1 << 30, true).head_dim == 256);
-static_assert(choose_forward(264, 1, 8, 8, 1, false, false, 132).row == -1, "no tile is that wide");
+static_assert(tile({192, 128}, 1, true).head_dim_v == 128 && tile({136, 8}, 1, true).head_dim_v == 128);
+static_assert(tile({192, 136}, 1, true).head_dim_v == 192 && tile({64, 128}, 1, true).head_dim == 128);
+static_assert(choose_forward(call(264, 1, 8, 8, 1, false), 132).row == -1, "no tile is that wide");
+static_assert(tile(windowed(64, 8192, 64, 128)).block_m == 256, "64 rows see 191 keys");
+static_assert(tile(windowed(64, 8192, 64, 4096)).block_m == 192);
+static_assert(tile(windowed(64, 8192, 1, 64)).heads_per_tile == 1);
 static_assert(tile(64, 512, true).block_m == 256 && tile(64, 1 << 14, true).block_m == 192);
 static_assert(tile(128, 2048, true).block_m == 192 && tile(128, 2048, false).block_m == 192);
 static_assert(tile(64, 64, false).block_m == 64 && tile(64, 129, false).block_m == 256);
 static_assert(tile(64, 65, true).heads_per_tile == 2 && tile(64, 128, false).heads_per_tile == 2);
 static_assert(tile(64, 128, true, 1).heads_per_tile == 1, "no other head to share the tile with");
 static_assert(tile(64, 128, true, 32).block_m == 64, "16 tiles of 256 rows for 64 of 64");
-static_assert(kForwardTiles[choose_forward(64, 128, 8, 8, 64, true, true, 132).row].block_m == 64);
+static_assert(tile(call(64, 128, 8, 8, 64, true, true)).block_m == 64);
 static_assert(tile(128, 256, true).block_m == 128, "two of 192 leave a third empty");
 static_assert(tile(128, 257, true).block_m == 192);
 static_assert(tile(64, 512, true, 65).block_m == 256, "130 tiles; 520 of 64 rows: four rounds");
@@ -56,30 +86,91 @@ static_assert(tile(128, 1024, true, 8).key_parts == 2 && tile(128, 128, true, 16
 static_assert(tile(128, 2048, false, 16).block_m == 128, "176 tiles of 192 rows: two rounds");
 static_assert(tile(128, 2048, false, 16, 176).block_m == 192, "one round of 176 SMs");
 static_assert(tile(128, 192, false, 1000).block_m == 192, "128 rows leave a quarter empty");
-static_assert(kForwardTiles[choose_forward(128, 2048, 16, 16, 1, false, true, 132).row].block_m ==
-              192, "a packed batch may have fewer tiles than are counted");
-static_assert(kForwardTiles[choose_forward(128, 1, 16, 16, 1, true, false, 132, 4096).row]
-                      .key_parts == 2, "few queries of many keys");
-static_assert(kForwardTiles[choose_forward(128, 512, 32, 8, 1, true, false, 132, 1 << 17).row]
-                      .block_m == 128, "all queries of a chunk see most keys");
+static_assert(tile(call(128, 2048, 16, 16, 1, false, true)).block_m == 192,
+              "a packed batch may have fewer tiles than are counted");
+static_assert(tile(call(128, 1, 16, 16, 1, true, false, 4096)).key_parts == 2,
+              "few queries of many keys");
+static_assert(tile(call(128, 512, 32, 8, 1, true, false, 1 << 17)).block_m == 128,
+              "all queries of a chunk see most keys");
 static_assert(tile(128, 1 << 14, false, 1).block_m == 128, "128 tiles, or 256 in two rounds");
 static_assert(tile(128, 128, true, 16).block_m == 64 && tile(128, 100, true).block_m == 128);
 static_assert(tile(64, 512, true, 65, 66).block_m == 256, "two rounds of 66 SMs");
 static_assert(tile(64, 512, true, 32, 64).block_m == 256, "64 tiles of 256 rows fill 64 SMs");
-static_assert(choose_grouping(1, 32, 8, 4, 114) == 2, "128 heads are too many for 114 SMs");
+static_assert(grouping(call(128, 1, 32, 8, 4, true), 114) == 2, "128 heads are too many for 114 SMs");
 static_assert(tile(256, 1, true, 1).block_m == 128, "no tile is smaller");
 static_assert(grouped(64, 64, 3) && grouped(128, 128, 3) && grouped(96, 192, 3));
-static_assert(choose_grouping(64, 32, 8, 64, 132) == 2 && choose_grouping(65, 32, 8, 64, 132) == 0);
-static_assert(choose_grouping(1, 32, 8, 4, 132) == 0, "every head has a multiprocessor");
-static_assert(choose_grouping(1, 12, 1, 64, 132) == 2 && choose_grouping(1, 7, 1, 64, 132) == 0);
-static_assert(choose_grouping(1, 64, 1, 64, 132) == 4 && choose_grouping(1, 0, 0, 64, 132) == 0);
-static_assert(tile_count(kForwardTiles[0], 0, 100, 9, 9, 100) == 500, "five pairs of heads each");
-static_assert(tile_count(forward_tile(128, 128), 2, 33, 32, 8, 64) == 1024, "132 rows a group");
-static_assert(tile_count(forward_tile(128, 192), 0, 0, 8, 8, 8) == 0, "no queries");
-static_assert(tile_count(forward_tile(128, 192), 0, 512, 32, 8, 2) == 2 * 8 * 11, "32 units");
-static_assert(tile_count(forward_tile(128, 192), 0, 512, 8, 8, 2) == 2 * 8 * 3, "8 units a head");
-static_assert(tile_count(forward_tile(128, 192), 0, 1, 0, 0, 2) == 0, "no heads");
-static_assert(first_tile(32, 1, 8, false, false) < 0, "no head dim of the table");
+static_assert(grouping(call(128, 64, 32, 8, 64, true)) == 2);
+static_assert(grouping(call(128, 96, 32, 8, 64, true)) == 2, "six units for eight");
+static_assert(grouping(call(128, 97, 32, 8, 64, true)) == 0, "seven units for eight");
+static_assert(grouping(call(64, 96, 32, 8, 64, true)) == 0, "the grouped tile is low");
+static_assert(grouping(call(128, 1, 32, 8, 4, true)) == 0, "every head has a multiprocessor");
+static_assert(grouping(call(128, 1, 12, 1, 64, true)) == 2);
+static_assert(grouping(call(128, 1, 7, 1, 64, true)) == 0);
+static_assert(grouping(call(128, 1, 64, 1, 64, true)) == 4);
+static_assert(grouping(call(128, 1, 0, 0, 64, true)) == 0);
+static_assert(grouping(packed(128, 70, 32, 8, 100, 3500)) == 2, "35 queries on average");
+static_assert(grouping(packed(128, 128, 32, 8, 100, 10000)) == 0, "100 on average");
+static_assert(grouping(packed(128, 8192, 32, 8, 1000, 17000)) == 0, "one sequence is long");
+constexpr const ForwardTile& packed_tile(int sequences, long long total_k) {
+  ForwardCall c = packed(128, 70, 32, 8, sequences, 35 * sequences);
+  c.keys = 2300;
+  c.total_k = total_k;
+  return tile(c);
+}
+static_assert(packed_tile(150, 150 * 600).block_m == 192 && packed_tile(150, 0).grouped_only());
+static_assert(packed_tile(10, 10 * 600).key_parts == 2 && packed_tile(10, 0).grouped_only());
+constexpr long long count(const ForwardTile& t, const ForwardCall& c, int log2 = 0) {
+  return tiles_of(t, log2, c).count();
+}
+static_assert(count(kForwardTiles[0], call(64, 100, 9, 9, 100, true)) == 500, "five pairs of heads");
+static_assert(count(forward_tile(128, 128), call(128, 33, 32, 8, 64, true), 2) == 1024, "132 rows");
+static_assert(count(forward_tile(128, 192), call(128, 0, 8, 8, 8, true)) == 0, "no queries");
+static_assert(count(forward_tile(128, 192), call(128, 512, 32, 8, 2, true)) == 2 * 8 * 11);
+static_assert(count(forward_tile(128, 192), call(128, 512, 8, 8, 2, true)) == 2 * 8 * 3);
+static_assert(count(forward_tile(128, 192), call(128, 1, 0, 0, 2, true)) == 0, "no heads");
+// 72 units of each of 24 heads on 132 SMs: 576 tiles of three are five rounds, 14 units at least.
+constexpr BalancedTiles kBalanced =
+    balanced(forward_tile(128, 192), 0, call(128, 4608, 24, 24, 1, false), 132);
+static_assert(kBalanced.tiles.last_sets == 2 && kBalanced.tiles.last_m_blocks == 36);
+static_assert(kBalanced.rounds > 14 / 3.0 && kBalanced.rounds < 5);
+static_assert(kBalanced.tiles.count() == 22 * 24 + 2 * 36);
+constexpr bool units_are_covered(int units, int m_blocks, int per_tile) {
+  for (int i = 0; i < m_blocks; ++i) {
+    const int has = first_unit_of(i + 1, m_blocks, units, per_tile) -
+                    first_unit_of(i, m_blocks, units, per_tile);
+    if (has < 1 || has > per_tile) return false;
+  }
+  return first_unit_of(0, m_blocks, units, per_tile) == 0 &&
+         first_unit_of(m_blocks, m_blocks, units, per_tile) == units;
+}
+constexpr bool every_unit_has_one_tile() {
+  for (int per_tile = 1; per_tile <= 4; ++per_tile) {
+    for (int units = 1; units < 60; ++units) {
+      const int low = per_tile > 1 ? per_tile - 1 : 1;
+      if (!units_are_covered(units, (units + per_tile - 1) / per_tile, per_tile)) return false;
+      if (!units_are_covered(units, (units + low - 1) / low, per_tile)) return false;
+    }
+  }
+  return true;
+}
+static_assert(every_unit_has_one_tile());
+// The load is that of SMs of which the one with the least takes the next tile.
+constexpr bool load_is_right(int sms) {
+  for (int high = 0; high < 4 * sms; ++high) {
+    for (int low = 0; low < 4 * sms; ++low) {
+      long long load[8] = {}, most = 0;
+      for (int i = 0; i < high + low; ++i) {
+        int least = 0;
+        for (int j = 1; j < sms; ++j) least = load[j] < load[least] ? j : least;
+        load[least] += i < high ? 30 : 21;
+        most = load[least] > most ? load[least] : most;
+      }
+      if (most != most_load(high, low, 3, sms)) return false;
+    }
+  }
+  return true;
+}
+static_assert(load_is_right(1) && load_is_right(5));
 static_assert(tile(64, 0, true, 0).block_m == 64, "an empty call has a tile");
 static_assert(tile(128, 0, true, 0).head_dim == 128);
 """

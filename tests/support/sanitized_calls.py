@@ -28,18 +28,19 @@ MASKS: dict[str, dict[str, Any]] = {
 # Each row of the Hopper tile table (the long row only without the causal mask), with more than two
 # tiles per thread block on 132 SMs, so that slots of the tile ring are reused. The row that divides
 # keys serves calls of fewer tiles: those are among `shapes`.
-# (batch, queries, keys, heads, heads of keys, head dim)
+# (batch, queries, keys, heads, heads of keys, head dim, head dim of V)
 REUSE = (
-    (56, 100, 130, 10, 5, 64), (27, 200, 260, 10, 5, 64), (80, 64, 130, 10, 10, 64),
-    (6, 1025, 200, 10, 5, 64), (27, 130, 260, 10, 5, 96), (14, 384, 330, 10, 5, 128),
-    (54, 64, 200, 10, 10, 128), (27, 100, 330, 10, 5, 128), (27, 100, 260, 10, 5, 192),
-    (27, 100, 200, 10, 5, 256),
+    (56, 100, 130, 10, 5, 64, 64), (27, 200, 260, 10, 5, 64, 64), (80, 64, 130, 10, 10, 64, 64),
+    (6, 1025, 200, 10, 5, 64, 64), (27, 130, 260, 10, 5, 80, 80), (27, 130, 260, 10, 5, 96, 96),
+    (14, 384, 330, 10, 5, 128, 128), (54, 64, 200, 10, 10, 128, 128),
+    (27, 100, 330, 10, 5, 128, 128), (27, 130, 260, 10, 5, 192, 128),
+    (27, 100, 260, 10, 5, 192, 192), (27, 100, 200, 10, 5, 256, 256),
 )  # fmt: skip
 
 
 def shapes() -> Iterator[Case]:
     """Odd lengths, packed batches and grouped heads, under every mask."""
-    for head_dim in (40, 64, 96, 128, 192, 256):
+    for head_dim in (40, 64, 80, 96, 128, 192, 256):
         for mask in MASKS.values():
             for seqlen_q, seqlen_k in ((1, 1), (65, 130), (257, 130), (513, 520)):
                 yield case(1, seqlen_q, seqlen_k, 2, 1, head_dim, **mask)
@@ -47,20 +48,26 @@ def shapes() -> Iterator[Case]:
         yield case(40, 9, 130, 16, 2, head_dim, causal=True)
         yield case(heads_kv=1, head_dim=head_dim, seqlens=((3, 3), (7, 7)) * 20, causal=True)
         yield case(1, 65, 130, 2, 1, head_dim, "float16", causal=True)
+    for mask in MASKS.values():  # V narrower than K
+        yield case(1, 257, 130, 2, 1, 192, head_dim_v=128, **mask)
     for mask in MASKS.values():  # two heads in a tile, and an odd one
         yield case(50, 100, 130, 5, 5, 64, **mask)
+
+
+def of_reuse(shape: tuple[int, ...], mask: str) -> Case:
+    return case(*shape[:-1], head_dim_v=shape[-1], **MASKS[mask])
 
 
 def reuse() -> Iterator[Case]:
     """Reuse slots of the tile ring, without a mask and under masks that hide blocks."""
     for shape in REUSE:
         for name in ("full", "causal", "band"):
-            yield case(*shape, **MASKS[name])
+            yield of_reuse(shape, name)
 
 
 def values() -> Iterator[Case]:
     """NaN in V: the rare path, which recomputes rows."""
-    for head_dim in (64, 96, 128, 256):
+    for head_dim in (64, 80, 96, 128, 256):
         for name in ("causal", "band"):
             yield case(4, 300, 300, 4, 2, head_dim, **MASKS[name])
             yield case(heads_q=2, heads_kv=1, head_dim=head_dim, seqlens=PACKED[0], **MASKS[name])
@@ -78,9 +85,9 @@ def handover() -> Iterator[Case]:
 
 def graph() -> Iterator[Case]:
     """A call in a CUDA graph, which has its own tile counter."""
-    for shape in (REUSE[0], REUSE[3], REUSE[5], REUSE[9]):
+    for shape in (REUSE[0], REUSE[3], REUSE[6], REUSE[11]):
         for name in ("full", "causal"):
-            yield case(*shape, **MASKS[name])
+            yield of_reuse(shape, name)
     yield case(heads_q=2, heads_kv=1, seqlens=PACKED[0], causal=True)
 
 
@@ -148,7 +155,7 @@ class Inputs:
             rows_q, rows_k = (int(lengths[-1, 0]) + 5,), (int(lengths[-1, 1]) + 3,)
         q = self.tensor(c, False, *rows_q, c.heads_q, c.head_dim)
         k = self.tensor(c, False, *rows_k, c.heads_kv, c.head_dim)
-        v = self.tensor(c, not_finite, *rows_k, c.heads_kv, c.head_dim)
+        v = self.tensor(c, not_finite, *rows_k, c.heads_kv, c.head_dim_v)
         return [q, k, v], bounds
 
 

@@ -18,16 +18,15 @@ PROGRAM = """
 using namespace attnscope::sm90;
 int main() {
   printf("%d\\n", kForwardTileCount);
-  int head_dim, queries, heads_q, heads_kv, batch, causal, packed, keys;
-  while (scanf("%d %d %d %d %d %d %d %d", &head_dim, &queries, &heads_q, &heads_kv, &batch, &causal,
-               &packed, &keys) == 8) {
-    const ForwardChoice c =
-        choose_forward(head_dim, queries, heads_q, heads_kv, batch, causal, packed, 132, keys);
+  int head_dim, head_dim_v, queries, heads_q, heads_kv, batch, causal, packed, keys, total_q, window;
+  while (scanf("%d %d %d %d %d %d %d %d %d %d %d", &head_dim, &head_dim_v, &queries, &heads_q,
+               &heads_kv, &batch, &causal, &packed, &keys, &total_q, &window) == 11) {
+    const ForwardCall call{{head_dim, head_dim_v}, queries, keys, heads_q, heads_kv, batch,
+                           causal != 0, packed != 0, total_q, window};
+    const ForwardChoice c = choose_forward(call, 132);
     const ForwardTile& t = kForwardTiles[c.row];
-    const int rows = queries << c.grouping, heads = heads_q >> c.grouping;
-    const int tiles = (rows + t.block_m - 1) / t.block_m * batch *
-                      ((heads + t.heads_per_tile - 1) / t.heads_per_tile);
-    printf("%d %d %d %d\\n", c.row, c.grouping, tiles, t.blocks_per_sm * 132);
+    printf("%d %d %lld %d\\n", c.row, c.grouping, tiles_of(t, c.grouping, call).count(),
+           t.blocks_per_sm * 132);
   }
 }
 """
@@ -58,12 +57,18 @@ def _run(text: str) -> list[str]:
     return run.stdout.splitlines()
 
 
+def _window(case: Case) -> int:
+    """The keys that a row sees at most; as the launcher has it, where there is no window."""
+    left, right = case.window[0], 0 if case.causal else case.window[1]
+    return left + 1 + right if left >= 0 and right >= 0 else 2**31 - 1
+
+
 def tile_choices(cases: Sequence[Case]) -> tuple[list[Choice], int]:
     """The choice for each case on 132 SMs, and the number of rows of the table."""
     calls = [
-        (c.head_dim, c.seqlen_q, c.heads_q, c.heads_kv, c.batch,
+        (c.head_dim, c.head_dim_v, c.seqlen_q, c.heads_q, c.heads_kv, c.batch,
          int(c.window[0] < 0 and (c.causal or c.window[1] >= 0)), int(c.seqlens is not None),
-         c.seqlen_k)
+         c.seqlen_k, sum(q for q, _ in c.seqlens or ()), _window(c))
         for c in cases
     ]  # fmt: skip
     count, *lines = _run("\n".join(" ".join(map(str, call)) for call in calls))

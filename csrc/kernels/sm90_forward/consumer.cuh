@@ -48,7 +48,7 @@ class Consumer {
       await_queries();
       skip(ptx::uniform(work().range.end), t.end, ConsumerTile::kSkipFirst);
       if (t.begin < t.end) {
-        const ptx::WgmmaDescriptor q = queries();
+        ptx::WgmmaDescriptor q = queries();
         int block = t.end - 1;
         first_block(t, q, block, p[0]);
         while (true) {
@@ -150,7 +150,7 @@ class Consumer {
   }
 
   // S of this block, then O += P V of the block before; the softmax of S runs under both.
-  __device__ __forceinline__ void step(TileBlocks& t, ptx::WgmmaDescriptor q, int block,
+  __device__ __forceinline__ void step(TileBlocks& t, ptx::WgmmaDescriptor& q, int block,
                                        Probabilities<Config>& p_before,
                                        Probabilities<Config>& p_here) {
     const Ring v_slot(blocks++), k_slot(blocks);
@@ -176,6 +176,8 @@ class Consumer {
       release_scores(k_slot, block == t.begin);
       ptx::pin_registers(f.s);
     }
+    // The compiler would keep the descriptors of all its columns, in more than uniform registers.
+    if constexpr (Config::kHeadDim > 128) q = queries();
     mark(ConsumerStep::kAwaitK);
     // The wait is a loop, and so a boundary for the compiler's scheduler. Without it the compiler
     // moves the wait for O up, before the exponentials that are to run during O.
@@ -286,7 +288,7 @@ class Consumer {
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int i = 0; i < Config::kHeadDim / 2; ++i) f.o[i] = 0.0f;
+    for (int i = 0; i < Config::kValueDim / 2; ++i) f.o[i] = 0.0f;
     f.row_max[0] = f.row_max[1] = -FLT_MAX;
     f.row_sum[0] = f.row_sum[1] = 0.0f;
   }
@@ -327,12 +329,12 @@ class Consumer {
   }
   __device__ __forceinline__ ptx::WgmmaDescriptor k(const Ring& slot) const {
     return {ptx::shared_address(s.k) +
-                (slot.stage * Config::kKeyBuffers + key_buffer()) * Config::kTileBytes,
+                (slot.stage * Config::kKeyBuffers + key_buffer()) * Config::kKeyBytes,
             16};
   }
   __device__ __forceinline__ ptx::WgmmaDescriptor v(const Ring& slot) const {
     return {ptx::shared_address(s.v) +
-                (slot.stage * Config::kKeyBuffers + key_buffer()) * Config::kTileBytes,
+                (slot.stage * Config::kKeyBuffers + key_buffer()) * Config::kValueBytes,
             kBlockN * Config::kRowBytes};
   }
 

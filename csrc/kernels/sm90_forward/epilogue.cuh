@@ -22,7 +22,7 @@ __device__ __forceinline__ void give_output(const Fragments<Config>& f,
                                             PartialOutput<Config, true>& partial, int warp) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int i = 0; i < Config::kHeadDim / 8; ++i) {
+  for (int i = 0; i < Config::kValueDim / 8; ++i) {
     partial.o[warp][i][lane] =
         make_float4(f.o[4 * i], f.o[4 * i + 1], f.o[4 * i + 2], f.o[4 * i + 3]);
   }
@@ -49,7 +49,7 @@ __device__ __forceinline__ void add_output(Fragments<Config>& f,
     f.row_sum[half] = f.row_sum[half] * factor[half] + other_sum[half] * other_factor[half];
   }
 #pragma unroll
-  for (int i = 0; i < Config::kHeadDim / 8; ++i) {
+  for (int i = 0; i < Config::kValueDim / 8; ++i) {
     const float4 o = partial.o[warp][i][lane];
     f.o[4 * i] = f.o[4 * i] * factor[0] + o.x * other_factor[0];
     f.o[4 * i + 1] = f.o[4 * i + 1] * factor[0] + o.y * other_factor[0];
@@ -68,7 +68,7 @@ __device__ __forceinline__ bool store_output(
     const Fragments<Config>& f, const ForwardArguments& a, const Unit& unit, int batch,
     typename Config::Element (&staging)[Config::kOutStages][16 * 64]) {
   using Element = typename Config::Element;
-  constexpr int kBlocks = (Config::kHeadDim + 63) / 64;  // of columns
+  constexpr int kBlocks = (Config::kValueDim + 63) / 64;  // of columns
   constexpr int kStages = Config::kOutStages;
   constexpr int kAtOnce = kBlocks <= kStages ? kBlocks : 1;
   const ForwardParams& p = a.params;
@@ -105,7 +105,7 @@ __device__ __forceinline__ bool store_output(
       __syncwarp();
     }
 #pragma unroll
-    for (int chunk = 0; chunk < 8 && block * 64 + chunk * 8 < Config::kHeadDim; chunk += 2) {
+    for (int chunk = 0; chunk < 8 && block * 64 + chunk * 8 < Config::kValueDim; chunk += 2) {
       const float* o = &f.o[block * 32 + 4 * chunk];
       const uint4 words{ptx::pack<Element>(o[0] * inverse[0], o[1] * inverse[0]),
                         ptx::pack<Element>(o[2] * inverse[1], o[3] * inverse[1]),

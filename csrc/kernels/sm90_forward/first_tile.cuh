@@ -37,7 +37,8 @@ __device__ __forceinline__ void init_barriers(ForwardShared<Config>& s) {
 #endif
 }
 
-// By the scheduler's warp. A packed batch has its first tile described by `schedule`.
+// By the scheduler's warp. Without kPackedAtEntry a packed batch has its first tile described by
+// `schedule`.
 template <class Config>
 __device__ __forceinline__ void describe_first_tile(const ForwardArguments& a,
                                                     ForwardShared<Config>& s) {
@@ -46,10 +47,12 @@ __device__ __forceinline__ void describe_first_tile(const ForwardArguments& a,
     s.queue.tiles = 0;
     s.queue.index = blockIdx.x;
     s.queue.batch = 0;
+    s.queue.turn = 0;
   }
   __syncwarp();
-  if (a.packed) return;
-  const bool stop = !fill_in<Config, false>(a, s.queue, s.tile[0]);
+  if (!Config::kPackedAtEntry && a.packed) return;
+  if (Config::kPackedAtEntry && a.packed) count_tiles<Config>(a, s.queue, 0);
+  const bool stop = !fill_in<Config, Config::kPackedAtEntry>(a, s.queue, s.tile[0]);
   if (elected) {
     s.tile[0].stop = stop;
     s.tile[0].loading = !stop && s.tile[0].range.begin < s.tile[0].range.end;
@@ -62,7 +65,7 @@ template <class Config>
 __device__ __forceinline__ void hand_first_tile(const ForwardArguments& a,
                                                 ForwardShared<Config>& s) {
   const TileWork& w = s.tile[0];
-  if (a.packed || !w.loading) return;
+  if ((!Config::kPackedAtEntry && a.packed) || !w.loading) return;
   const bool elected = threadIdx.x % 32 == 0;
   inject(Fault::kTile, 0);
   if (kEveryLaneArrives || elected) ptx::mbarrier_arrive(ptx::shared_address(&s.tile_full[0]));
@@ -70,7 +73,7 @@ __device__ __forceinline__ void hand_first_tile(const ForwardArguments& a,
 #pragma unroll
   for (int i = 0; i < Config::kUnits; ++i) load_queries<Config>(a, s, w, 0, i);
   const uint32_t full = ptx::shared_address(&s.k_full[0]);
-  ptx::mbarrier_arrive_expect_tx(full, Config::kKeyBuffers * Config::kTileBytes);
+  ptx::mbarrier_arrive_expect_tx(full, sizeof(s.k[0]));
   load_keys<Config>(a, a.k, s.k[0], full, w, w.range.end - 1);
 }
 

@@ -33,23 +33,40 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
   const int m_blocks = ceil_div(static_cast<int>(units), Config::kHeadUnits);
   const int64_t kv_bytes =
       int64_t{p.seqlen_k} * (p.head_dim + p.head_dim_v) * sizeof(typename Config::Element);
+  ForwardCall call = forward_call(p);
+  call.heads_kv = p.heads_kv;  // those of the tensors
   a.order = tile_order(m_blocks, p.batch, heads, ceil_div(p.heads_kv, Config::kHeadsPerTile),
-                       kv_bytes, is_causal(p));
-  if (!is_causal(p) && units % Config::kHeadUnits != 0) {
-    // Some tiles have 64 rows less. They come last and balance the end of the launch.
-    a.order.last = std::min(a.order.heads, ceil_div(device.sms, std::max(m_blocks, 1)));
+                       kv_bytes, !call.tiles_alike());
+  // In a packed batch: one sequence that has most rows.
+  if (p.packed()) call.batch = 1;
+  if (call.tiles_alike() && (!p.packed() || 2 * int64_t{p.seqlen_q} >= p.total_q)) {
+    const ForwardTiles tiles = balanced(Config::kTile, grouping.log2, call, device.sms).tiles;
+    a.order.last = static_cast<int>(tiles.last_sets);
+    a.last_m_blocks = static_cast<int>(tiles.last_m_blocks);
+    if (p.packed() && a.order.last > 0) {
+      a.long_units = static_cast<int>(units);
+      a.long_tiles = static_cast<int>(tiles.count());
+    }
+    if (!p.packed() && a.order.last == 0 && units % Config::kHeadUnits != 0) {
+      // Some tiles have 64 rows less. They come last and balance the end of the launch.
+      a.order.last = std::min(a.order.heads, ceil_div(device.sms, std::max(m_blocks, 1)));
+    }
   }
-  a.prefetch_tiles = p.seqlen_k <= kPrefetchKeys;
+  a.prefetch_tiles = call.keys_seen() <= kPrefetchKeys;
   // The first tiles of a section read its K and V from memory, the others from L2.
   if (a.prefetch_tiles) a.order.section = std::min(a.order.section, kShortSection);
   a.section = Divisor::of(a.order.section);
   a.section_tiles = Divisor::of(static_cast<int>(
       std::clamp<int64_t>(int64_t{a.order.section} * m_blocks, 1, kMostTiles)));  // dense: no more
-  const int64_t tiles = a.order.tiles();
+  const int64_t tiles =
+      a.order.tiles() + int64_t{a.order.last} * (a.last_m_blocks - a.order.m_blocks);
   // The sequences of a packed batch have at most `tiles` tiles, and usually far fewer.
   if (tiles > kMostTiles && !p.packed()) return cudaErrorInvalidConfiguration;
   a.tiles = static_cast<int>(std::min<int64_t>(tiles, kMostTiles));
   a.packed = p.packed();
+  // Where the longest has twice as many keys as the mean, or more.
+  const bool varied = 2 * p.total_k <= int64_t{p.batch} * p.seqlen_k;
+  a.turns = varied && p.batch <= kOrderedSequences ? kSequenceTurns : 1;
   a.hides_keys = a.packed || p.window_left >= 0 || p.window_right >= 0;
 
   const int64_t batch = p.packed() ? 1 : p.batch;
@@ -96,18 +113,14 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
 template <class Element, int kIndex>
 cudaError_t launch_row(const ForwardParams& p, Grouping grouping, const DeviceFacts& device,
                        cudaStream_t stream) {
-  constexpr ForwardTile kTile = kForwardTiles[kIndex];
-  using Config = std::conditional_t<kTile.key_parts == 1,
-                                    ForwardConfig<Element, kTile.head_dim, kTile.block_m>,
-                                    SplitForwardConfig<Element, kTile.head_dim, kTile.block_m>>;
-  return launch<Config>(p, grouping, device, stream);
+  return launch<RowConfig<Element, kIndex>>(p, grouping, device, stream);
 }
 
 template <class Element, int... kIndices>
 cudaError_t launch_chosen(const ForwardParams& p, const DeviceFacts& device, cudaStream_t stream,
                           std::integer_sequence<int, kIndices...>) {
   constexpr decltype(&launch_row<Element, 0>) kLaunches[] = {launch_row<Element, kIndices>...};
-  const ForwardChoice choice = choose_forward(p, device.sms);
+  const ForwardChoice choice = choose_forward(forward_call(p), device.sms);
   if (choice.row < 0) return cudaErrorInvalidValue;
   return kLaunches[choice.row](p, {choice.grouping}, device, stream);
 }

@@ -7,12 +7,12 @@
 
 namespace attnscope::sm90 {
 
-// One box of K or V: [rows, kColumns], swizzled 128 bytes.
-template <class Config>
+// A box of K or V: [rows, kColumns], swizzled 128 bytes.
+template <class Config, int kColumns>
 __device__ __forceinline__ void load_box(uint32_t shared, const TensorMap& tensor, uint32_t barrier,
                                          int rows, int row, int head, int batch) {
 #pragma unroll
-  for (int column = 0; column < Config::kColumns; column += 64) {
+  for (int column = 0; column < kColumns; column += 64) {
     ptx::tma_load_4d(shared + column / 64 * rows * Config::kRowBytes, &tensor.map, barrier,
                      ptx::CachePolicy::kEvictLast, column, row, head * tensor.head_step,
                      batch * tensor.batch_step);
@@ -69,9 +69,14 @@ __device__ __forceinline__ void issue_late_copies(const ForwardArguments& a,
     for (int i = 0; i < Config::kKeyBuffers; ++i) {
       const int of_tile = i / Config::kKeyParts, part = i % Config::kKeyParts;
       const int head = of_tile == 0 ? copy.head_kv : (copy.head + of_tile) / a.heads_per_key;
-      auto& buffer = copy.is_k ? s.k[copy.stage][i] : s.v[copy.stage][i];
-      load_box<Config>(ptx::shared_address(buffer), copy.is_k ? a.k : a.v, copy.full,
-                       Config::kBlockN, copy.row + part * Config::kBlockN, head, copy.batch);
+      const int row = copy.row + part * Config::kBlockN;
+      if (copy.is_k) {
+        load_box<Config, Config::kColumns>(ptx::shared_address(s.k[copy.stage][i]), a.k, copy.full,
+                                           Config::kBlockN, row, head, copy.batch);
+      } else {
+        load_box<Config, Config::kValueColumns>(ptx::shared_address(s.v[copy.stage][i]), a.v,
+                                                copy.full, Config::kBlockN, row, head, copy.batch);
+      }
     }
     volatile_store(s.late_copy.ready, 0);
   }
@@ -99,10 +104,11 @@ template <class Config, class Buffers>
 __device__ __forceinline__ void load_keys(const ForwardArguments& a, const TensorMap& tensor,
                                           Buffers& buffers, uint32_t barrier, const TileWork& w,
                                           int block) {
+  constexpr int kColumns = sizeof(buffers[0]) / sizeof(buffers[0][0]) / Config::kBlockN;
 #pragma unroll
   for (int i = 0; i < Config::kKeyBuffers; ++i) {  // past the last head: zeros
     const int head = key_head<Config>(a, w, i / Config::kKeyParts);
-    load_box<Config>(
+    load_box<Config, kColumns>(
         ptx::shared_address(buffers[i]), tensor, barrier, Config::kBlockN,
         w.k_row + (block * Config::kKeyParts + i % Config::kKeyParts) * Config::kBlockN, head,
         w.batch);
@@ -142,7 +148,7 @@ __device__ __forceinline__ void produce(const ForwardArguments& a, ForwardShared
       if (loading) return;
       inject(Fault::kCopy, 2 * count + is_k);
       const uint32_t barrier = shared_address(&full);
-      ptx::mbarrier_arrive_expect_tx(barrier, Config::kKeyBuffers * Config::kTileBytes);
+      ptx::mbarrier_arrive_expect_tx(barrier, sizeof(buffers[slot.stage]));
 #ifdef ATTNSCOPE_FAULTS
       const int row = w.k_row + block * Config::kKeyParts * Config::kBlockN;
       if (is_late<Config>(a, s, is_k, count, barrier, w, row)) return;

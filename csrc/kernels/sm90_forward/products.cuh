@@ -54,14 +54,14 @@ __device__ __forceinline__ void recompute_scores(Fragments<Config>& f, uint32_t 
   }
 }
 
-// O [64, kHeadDim] += P [64, kBlockN] V, one wgmma group; P from registers.
+// O [64, kValueDim] += P [64, kBlockN] V, one wgmma group; P from registers.
 template <class Config>
 __device__ __forceinline__ void issue_output(Fragments<Config>& f, const Probabilities<Config>& p,
                                              ptx::WgmmaDescriptor v) {
   ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < Config::kBlockN / 16; ++step) {
-    ptx::WgmmaRegister<typename Config::Element, Config::kHeadDim>::mma(
+    ptx::WgmmaRegister<typename Config::Element, Config::kValueDim>::mma(
         f.o, &p[4 * step], v.at(step * 16 * Config::kRowBytes));
   }
   ptx::wgmma_commit();

@@ -31,7 +31,7 @@ template <class Config>
 __device__ __forceinline__ void recompute_rows(const ForwardArguments& a, const TileWork& w,
                                                int consumer) {
   using Element = typename Config::Element;
-  constexpr int kElements = Config::kHeadDim / 32;  // per lane
+  constexpr int kElements = (Config::kHeadDim + 31) / 32;  // per lane
   const ForwardParams& p = a.params;
   const Window window{w.shift, p.window_left, p.window_right};
   // [row, dim] of one head, at the lane's first element.

@@ -61,7 +61,8 @@ ATTNSCOPE_EXPORT const char* attnscope_timeline_forward(const void* q, const voi
   p.window_left = -1;
   p.window_right = causal ? 0 : -1;
   if (const char* reason = attnscope::sm90::unsupported_forward(p)) return reason;
-  const auto choice = attnscope::sm90::choose_forward(p, attnscope::current_device().sms);
+  const auto choice = attnscope::sm90::choose_forward(attnscope::sm90::forward_call(p),
+                                                      attnscope::current_device().sms);
   const auto& t = attnscope::sm90::kForwardTiles[choice.row];
   if (t.block_m != tile->block_m || t.block_n != tile->block_n ||
       t.blocks_per_sm != tile->blocks_per_sm || t.consumers() != tile->consumers ||

@@ -13,6 +13,17 @@ __device__ __forceinline__ int units_of(const ForwardArguments& a, int queries) 
   return (grouping<Config>(a).rows(queries) + 63) / 64 * a.together.divisor;
 }
 
+// Sequences of a packed batch with more than half as many keys as the longest come first, then
+// those with more than a quarter, and so on: short tiles balance the end.
+__device__ __forceinline__ int turn_of(const ForwardArguments& a, int sequence) {
+  const Segment k = segment(a.params.cu_seqlens_k, a.params.total_k, a.params.seqlen_k, sequence);
+  int turn = 0;
+  for (int64_t keys = 2 * int64_t{k.length}; turn < a.turns - 1 && keys <= a.params.seqlen_k;
+       keys *= 2)
+    ++turn;
+  return turn;
+}
+
 // Tiles of a packed batch come sequence after sequence; within one, in the order of a dense call.
 // Counts the tiles of 32 sequences, after `first` tiles of the sequences before. The counts
 // saturate: cu_seqlens may hold anything.
@@ -20,11 +31,12 @@ template <class Config>
 __device__ __forceinline__ void count_tiles(const ForwardArguments& a, TileQueue& s, int first) {
   const int lane = ptx::lane();
   int tiles = 0;
-  if (s.batch + lane < a.params.batch) {
+  if (s.batch + lane < a.params.batch && (a.turns == 1 || turn_of(a, s.batch + lane) == s.turn)) {
     const Segment q =
         segment(a.params.cu_seqlens_q, a.params.total_q, a.params.seqlen_q, s.batch + lane);
-    tiles = (units_of<Config>(a, q.length) + Config::kHeadUnits - 1) / Config::kHeadUnits *
-            a.heads.divisor;
+    const int units = units_of<Config>(a, q.length);
+    tiles = (units + Config::kHeadUnits - 1) / Config::kHeadUnits * a.heads.divisor;
+    if (units == a.long_units) tiles = a.long_tiles;
   }
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
@@ -44,29 +56,38 @@ __device__ __forceinline__ bool find_tile(const ForwardArguments& a, TileQueue& 
   int index = s.index;
   if (index >= a.tiles) return false;
   Tile tile;
+  TileOrder order = a.order;
   int sequence = 0;
   if (kMayBePacked && a.packed) {
     while (index >= s.through[32]) {
-      const int first = s.through[32], batch = s.batch + 32;
-      if (batch >= a.params.batch) return false;
+      const int first = s.through[32], next = s.batch + 32;
+      const bool more = next < a.params.batch;
+      const int turn = s.turn + !more;
+      if (turn == a.turns) return false;
       __syncwarp();
-      if (lane == 0) s.batch = batch;
+      if (lane == 0) s.batch = more ? next : 0;
+      if (lane == 0) s.turn = turn;
       __syncwarp();
       count_tiles<Config>(a, s, first);
     }
     const int here = __ffs(__ballot_sync(0xffffffffu, index < s.through[lane + 1])) - 1;
     const int first = s.through[here];
-    const TileOrder order{(s.through[here + 1] - first) / a.heads, a.heads.divisor,
-                          min(a.order.section, a.heads.divisor), 0};
+    const int tiles = s.through[here + 1] - first;
+    const bool is_long = tiles == a.long_tiles;  // no other sequence has as many
+    order = {is_long ? order.m_blocks : tiles / a.heads, a.heads.divisor,
+             min(order.section, a.heads.divisor), is_long ? order.last : 0};
     sequence = s.batch + here;
     tile = tile_at(order, index - first);
   } else {
-    tile = tile_at(a.order, index, a.section_tiles, a.section);
+    tile = tile_at(order, index, a.section_tiles, a.section);
   }
   if (lane == 0) {
     const int batch = tile.head / a.heads;  // 0 in a packed batch
     s.sequence = sequence + batch;
-    s.m_block = tile.m_block;
+    // The heads at the end may have tiles of their own number.
+    const bool at_end = tile.head >= order.heads - order.last;
+    s.m_blocks = at_end ? a.last_m_blocks : order.m_blocks;
+    s.m_block = tile.m_block + s.m_blocks - order.m_blocks;
     w.head = (tile.head - batch * a.heads.divisor) * Config::kHeadsPerTile * a.together.divisor
              << grouping<Config>(a).log2;
   }
@@ -87,15 +108,11 @@ __device__ __forceinline__ void describe_tile(const ForwardArguments& a, const T
   const Segment seg_k =
       segment(kMayBePacked ? p.cu_seqlens_k : nullptr, p.total_k, p.seqlen_k, s.sequence);
   const Window window{seg_k.length - seg_q.length, p.window_left, p.window_right};
-  // Where tiles do not divide the units, the first tiles have one less. Under a causal mask the
-  // last tiles see the most keys: those keep all consumers at work.
   constexpr int kUnits = Config::kHeadUnits;
   const int rows = grouping<Config>(a).rows(seg_q.length);
   const int units = units_of<Config>(a, seg_q.length);
-  const int missing = (units + kUnits - 1) / kUnits * kUnits - units;
-  const auto first_unit_of = [&](int m_block) { return m_block * kUnits - min(m_block, missing); };
-  const int first_unit = first_unit_of(s.m_block);
-  const int end_unit = first_unit_of(s.m_block + 1);
+  const int first_unit = first_unit_of(s.m_block, s.m_blocks, units, kUnits);
+  const int end_unit = first_unit_of(s.m_block + 1, s.m_blocks, units, kUnits);
   const int unit = first_unit + (is_consumer ? Config::unit_of(lane) % kUnits : 0);
   const int last_unit = is_consumer ? unit : end_unit - 1;
   const int place = unit / a.together;  // of its 64 rows in the sequence
@@ -193,7 +210,7 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
   using ptx::shared_address;
   const bool elected = threadIdx.x % 32 == 0;
   const bool counts = a.counter != nullptr;  // otherwise each block has one tile at most
-  if (a.packed) count_tiles<Config>(a, s.queue, 0);
+  if (!Config::kPackedAtEntry && a.packed) count_tiles<Config>(a, s.queue, 0);
   const auto take_index = [&] {
     s.queue.index = counts ? gridDim.x + ptx::atomic_add(&a.counter->taken, 1) : a.tiles;
   };
@@ -204,7 +221,8 @@ __device__ __forceinline__ void schedule(const ForwardArguments& a, ForwardShare
     const TileSlot slot(tiles);
     TileWork& w = s.tile[slot.stage];
     timeline.tile(tiles, SchedulerTile::kAwaitRequest);
-    bool described = tiles == 0 && !a.packed;  // see describe_first_tile
+    // See describe_first_tile.
+    bool described = tiles == 0 && (Config::kPackedAtEntry || !a.packed);
     if (tiles > 0) {
       if (!a.prefetch_tiles) ptx::mbarrier_wait(shared_address(&s.tile_wanted), tiles - 1 & 1);
       timeline.tile(tiles, SchedulerTile::kTake);

@@ -1,6 +1,8 @@
 // What the roles share: the configuration, the arguments, shared memory and its barriers.
 #pragma once
 
+#include <type_traits>
+
 #include "attn/block_range.cuh"
 #include "attn/divisor.h"
 #include "attn/faults.cuh"
@@ -19,11 +21,12 @@
 
 namespace attnscope::sm90 {
 
-template <class Element_, int kHeadDim_, int kBlockM_, int kKeyParts_>
+template <class Element_, int kHeadDim_, int kBlockM_, int kKeyParts_, bool kGroupedOnly>
 struct AnyForwardConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr ForwardTile kTile = forward_tile(kHeadDim, kBlockM_, kKeyParts_);
+  static constexpr ForwardTile kTile = forward_tile(kHeadDim, kBlockM_, kKeyParts_, kGroupedOnly);
+  static constexpr int kValueDim = kTile.head_dim_v;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kQStages = kTile.q_stages;
@@ -39,13 +42,17 @@ struct AnyForwardConfig {
   static constexpr int kThreads = kTile.threads();
   static constexpr int kProducerRegisters = kTile.producer_registers();
   static constexpr int kConsumerRegisters = kTile.consumer_registers();
-  static constexpr int kColumns = kTile.columns();
-  static constexpr int kQBytes = 2 * 64 * kColumns;          // per unit
-  static constexpr int kTileBytes = 2 * kBlockN * kColumns;  // of K or V
+  static constexpr int kColumns = kTile.columns();             // of Q and K
+  static constexpr int kValueColumns = kTile.value_columns();  // of V and O
+  static constexpr int kQBytes = 2 * 64 * kColumns;            // per unit
+  static constexpr int kKeyBytes = 2 * kBlockN * kColumns;     // of a block of K
+  static constexpr int kValueBytes = 2 * kBlockN * kValueColumns;
   static constexpr int kRowBytes = 128;  // one swizzled row of a 64-element column block
   static constexpr bool kScoresLive = kTile.scores_live;
-  static constexpr bool kTakesGroups =
-      kKeyParts == 1 && kForwardTiles[grouped_tile(kHeadDim)].block_m == kTile.block_m;
+  static constexpr bool kTakesGroups = kTile.takes_groups;
+  // Whether the first tile of a packed batch is described at the kernel's entry, as in a dense
+  // call. That code costs dense calls 1 to 3 %.
+  static constexpr bool kPackedAtEntry = kGroupedOnly;
 
   // The consumer's rows, among the units of the tile, and its part of a step's keys.
   static __device__ __forceinline__ int unit_of(int consumer) { return consumer / kKeyParts; }
@@ -60,17 +67,34 @@ struct AnyForwardConfig {
   static_assert(kKeyParts == 1 || kKeyParts == 2, "two consumers exchange O");
   static_assert(kTile.head_dim == kHeadDim, "the tile table has no such row");
   static_assert(kHeadDim % 16 == 0, "a product is 16 deep");
+  static_assert(kValueDim <= kHeadDim, "a row is found again by all of a head dim's elements");
   static_assert(kBlockN % 16 == 0, "keys are consumed 16 at a time");
   static_assert(kConsumers >= 1 && kConsumers <= kMaxConsumers, "TileWork has room for these");
 };
 
 // One consumer for each unit of a tile.
 template <class Element, int kHeadDim, int kBlockM>
-struct ForwardConfig : AnyForwardConfig<Element, kHeadDim, kBlockM, 1> {};
+struct ForwardConfig : AnyForwardConfig<Element, kHeadDim, kBlockM, 1, false> {};
+template <class Element, int kHeadDim, int kBlockM>
+struct GroupedForwardConfig : AnyForwardConfig<Element, kHeadDim, kBlockM, 1, true> {};
 
 // Two consumers share the rows of a unit and divide its keys.
 template <class Element, int kHeadDim, int kBlockM>
-struct SplitForwardConfig : AnyForwardConfig<Element, kHeadDim, kBlockM, 2> {};
+struct SplitForwardConfig : AnyForwardConfig<Element, kHeadDim, kBlockM, 2, false> {};
+template <class Element, int kHeadDim, int kBlockM>
+struct GroupedSplitForwardConfig : AnyForwardConfig<Element, kHeadDim, kBlockM, 2, true> {};
+
+// The configuration of row `kRow` of the table.
+template <class Element, int kRow, int kHeadDim = kForwardTiles[kRow].head_dim,
+          int kBlockM = kForwardTiles[kRow].block_m>
+using RowConfig =
+    std::conditional_t<kForwardTiles[kRow].grouped_only(),
+                       std::conditional_t<kForwardTiles[kRow].key_parts == 1,
+                                          GroupedForwardConfig<Element, kHeadDim, kBlockM>,
+                                          GroupedSplitForwardConfig<Element, kHeadDim, kBlockM>>,
+                       std::conditional_t<kForwardTiles[kRow].key_parts == 1,
+                                          ForwardConfig<Element, kHeadDim, kBlockM>,
+                                          SplitForwardConfig<Element, kHeadDim, kBlockM>>>;
 
 // Up to 64 rows of one query head, and the keys of them that are a consumer's: its part of a tile.
 struct Unit {
@@ -105,7 +129,9 @@ struct TileQueue {
   int index;        // of the tile, in the order of the call
   int sequence;     // the tile's sequence
   int m_block;      // the tile's place in that sequence
+  int m_blocks;     // the tiles of its heads there
   int batch;        // packed: the first of the 32 sequences whose tiles are counted
+  int turn;         // packed: of the sequences whose tiles are counted, see turn_of
   int through[33];  // packed: tiles before each of them, and through the last
 };
 
@@ -122,7 +148,7 @@ struct LateCopy {
 // other half. By warp and lane.
 template <class Config, bool kHasParts>
 struct PartialOutput {
-  float4 o[Config::kUnits * 4][Config::kHeadDim / 8][32];
+  float4 o[Config::kUnits * 4][Config::kValueDim / 8][32];
   float4 rows[Config::kUnits * 4][32];  // row_max, row_sum
 };
 template <class Config>
@@ -136,7 +162,7 @@ struct ForwardShared {
   static constexpr int kTiles = 2;  // one in work, one being fetched
   alignas(1024) Element q[Config::kQStages][Config::kUnits][64 * Config::kColumns];
   alignas(1024) Element k[kStages][Config::kKeyBuffers][Config::kBlockN * Config::kColumns];
-  alignas(1024) Element v[kStages][Config::kKeyBuffers][Config::kBlockN * Config::kColumns];
+  alignas(1024) Element v[kStages][Config::kKeyBuffers][Config::kBlockN * Config::kValueColumns];
   // A warp's O on the way out.
   alignas(1024) Element o[Config::kUnits * 4][Config::kOutStages][16 * 64];
   PartialOutput<Config, (Config::kKeyParts > 1)> partial;
@@ -155,6 +181,7 @@ struct ForwardArguments {
   TensorMap q, k, v, out;
   ForwardParams params;
   TileOrder order;
+  int last_m_blocks;  // tiles of each of the heads at its end
   ScoreScales scores;
   Grouping grouping;
   Divisor section_tiles, section;  // of `order`
@@ -162,6 +189,8 @@ struct ForwardArguments {
   Divisor heads;                   // sets of query heads that have tiles of their own
   Divisor heads_per_key;           // query heads of a key head
   int tiles;                       // dense: how many; packed: at most
+  int turns;                       // packed: sequences come in so many turns, the longest first
+  int long_units, long_tiles;      // packed: of a sequence whose last heads have more tiles
   bool prefetch_tiles;             // take a tile as soon as a slot is free
   bool packed;
   bool hides_keys;       // rows of a tile may see different keys

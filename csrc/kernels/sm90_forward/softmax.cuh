@@ -16,7 +16,7 @@ namespace attnscope::sm90 {
 // 2 (lane % 4) and the next: element 4 n + 2 half + i.
 template <class Config>
 struct Fragments {
-  float o[Config::kHeadDim / 2];
+  float o[Config::kValueDim / 2];
   float s[Config::kBlockN / 2];
   float row_max[2];  // what P and row_sum refer to, times scale_log2; starts at -FLT_MAX
   float row_sum[2];  // this thread's columns only
@@ -112,7 +112,7 @@ __device__ __forceinline__ void pack_probabilities(const Fragments<Config>& f,
 template <class Config>
 __device__ __forceinline__ void rescale_output(Fragments<Config>& f, const float (&factor)[2]) {
 #pragma unroll
-  for (int i = 0; i < Config::kHeadDim / 2; ++i) f.o[i] *= factor[i / 2 % 2];
+  for (int i = 0; i < Config::kValueDim / 2; ++i) f.o[i] *= factor[i / 2 % 2];
 }
 
 }  // namespace attnscope::sm90

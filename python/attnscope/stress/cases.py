@@ -8,7 +8,7 @@ from typing import Any
 
 from attnscope.inputs import Case
 
-HEAD_DIMS = (40, 64, 96, 128, 192, 256)
+HEAD_DIMS = (40, 64, 80, 96, 128, 192, 256)
 BACKWARD_HEAD_DIMS = (64, 128, 192, 256)  # one for each row of the tile table
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -26,14 +26,14 @@ def case(
     batch: int = 2, seqlen_q: int = 0, seqlen_k: int = 0, heads_q: int = 4, heads_kv: int = 2,
     head_dim: int = 128, dtype: str = "bfloat16", causal: bool = False,
     window: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-    seqlens: tuple[tuple[int, int], ...] | None = None,
+    seqlens: tuple[tuple[int, int], ...] | None = None, head_dim_v: int | None = None,
 ) -> Case:  # fmt: skip
     if seqlens is not None:
         batch = len(seqlens)
         seqlen_q, seqlen_k = (max(pair[i] for pair in seqlens) for i in (0, 1))
     return Case(
-        batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim, dtype, causal, window,
-        softcap, seqlens,
+        batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim,
+        head_dim if head_dim_v is None else head_dim_v, dtype, causal, window, softcap, seqlens,
     )  # fmt: skip
 
 
@@ -42,7 +42,8 @@ def label(c: Case) -> str:
     mask = next((name for name, options in MASKS.items() if _options(options) == c.options), "")
     shape = f"packed {c.batch}" if c.seqlens else f"b{c.batch} s{c.seqlen_q}x{c.seqlen_k}"
     dtype = {"bfloat16": "bf16", "float16": "fp16"}[c.dtype]
-    return f"{dtype} d{c.head_dim} h{c.heads_q}:{c.heads_kv} {shape} {mask}"
+    dims = str(c.head_dim) if c.head_dim == c.head_dim_v else f"{c.head_dim}:{c.head_dim_v}"
+    return f"{dtype} d{dims} h{c.heads_q}:{c.heads_kv} {shape} {mask}"
 
 
 def _options(options: dict[str, Any]) -> dict[str, Any]:
@@ -62,6 +63,13 @@ def all_cases(mode: str = "forward") -> Iterator[Case]:
     for options in MASKS.values():
         yield case(50, 100, 130, 5, 5, 64, **options)
     yield case(24, 500, 500, 8, 8, 64, causal=True)  # tiles of 256 rows
+    for options in MASKS.values():  # V is narrower than K
+        yield case(seqlen_q=700, seqlen_k=700, head_dim=192, head_dim_v=128, **options)
+        yield case(seqlens=PACKED[0], head_dim=192, head_dim_v=128, **options)
+    # Lower tiles at the end of a launch, also of a sequence that has most rows of a packed batch.
+    yield case(1, 2304, 700, 12, 12)
+    yield case(heads_q=12, heads_kv=12, seqlens=((2304, 700), *((64, 64),) * 20))
+    yield case(heads_q=8, seqlens=((70, 500), (20, 90), (30, 1500), (1, 64)) * 9, causal=True)
 
 
 def _cases_of_every_mode(head_dims: tuple[int, ...]) -> Iterator[Case]:

@@ -72,8 +72,9 @@ def _attnscope(symbol: str, match: re.Match[str]) -> str:
     tile = [f"{letter}{size}" for letter, size in zip("DMN", _ints(sizes or ""), strict=False)]
     if len(tile) == 1 and tile[0] in _TILE_ROWS:
         tile = [f"tile {tile[0][1:]}"]
+    grouped = "grouped" if "::Grouped" in symbol else ""
     divided = "divided keys" if "SplitForwardConfig<" in symbol else ""
-    return _words("attnscope", arch, *parts, _dtype(dtype), *tile, divided)
+    return _words("attnscope", arch, *parts, _dtype(dtype), *tile, grouped, divided)
 
 
 def _attnscope_triton(symbol: str, match: re.Match[str]) -> str:
