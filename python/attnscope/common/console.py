@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.table import Table
 
-_collected: list[str | Table] | None = None  # what is printed on stdout inside `collected`
-
 from attnscope.common.watcher import begin_step
+
+_collected: list[str | Table] | None = None  # what is printed on stdout inside `collected`
 
 
 def console(stderr: bool = False) -> Console:
