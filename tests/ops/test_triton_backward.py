@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import run_python
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -32,15 +31,12 @@ from attnscope.triton import (  # noqa: E402
 OPTIONS: dict[str, Any] = {"scale": 0.25, "causal": True}
 
 
+@pytest.mark.long
 def test_interpreted_kernels():
     tests = Path(__file__).parents[1] / "support" / "interpreted_triton_backward.py"
-    settings = {"TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(tests)],
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-    )
+    settings = {"TRITON_INTERPRET": "1"}
+    arguments = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(tests))
+    result = run_python(*arguments, env=os.environ | settings, timeout=280)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
 
 
