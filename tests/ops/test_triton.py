@@ -6,12 +6,13 @@ test_forward_gpu.py runs it on a GPU.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forked import run_python
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -30,11 +31,18 @@ from attnscope.triton.forward_kernel import forward_kernel  # noqa: E402
 
 
 @pytest.mark.long
-def test_interpreted_kernel():
-    tests = Path(__file__).parents[1] / "support" / "interpreted_triton.py"
-    settings = {"TRITON_INTERPRET": "1"}
-    arguments = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(tests))
-    result = run_python(*arguments, env=os.environ | settings, timeout=280)
+def test_interpreted_kernels():
+    """Forward and backward in one new process: the interpreter is chosen when Triton loads."""
+    support = Path(__file__).parents[1] / "support"
+    tests = [str(support / f"interpreted_triton{part}.py") for part in ("", "_backward")]
+    # The matrices are small: numpy's threads would cost more time than they save.
+    settings = {"TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+    )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
 
 

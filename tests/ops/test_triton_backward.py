@@ -1,14 +1,15 @@
-"""The Triton backward without a GPU: interpreted, traced, compiled, and its launches."""
+"""The Triton backward without a GPU: traced, compiled, and its launches.
+
+test_triton.py runs it in the interpreter.
+"""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forked import run_python
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -29,15 +30,6 @@ from attnscope.triton import (  # noqa: E402
 )
 
 OPTIONS: dict[str, Any] = {"scale": 0.25, "causal": True}
-
-
-@pytest.mark.long
-def test_interpreted_kernels():
-    tests = Path(__file__).parents[1] / "support" / "interpreted_triton_backward.py"
-    settings = {"TRITON_INTERPRET": "1"}
-    arguments = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(tests))
-    result = run_python(*arguments, env=os.environ | settings, timeout=280)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
 
 
 def compile_for(arch: int, kind: str, head_dim: int, head_dim_v: int, **flags: Any) -> Compiled:

@@ -42,7 +42,7 @@ def test_memory_of_a_report_is_at_most_one_and_a_half_times_the_json(
         monkeypatch.setattr(module, "CHUNK", 1 << 16)
     report(write_token_loop(tmp_path / "first.json", 1), tmp_path / "out")
     peaks, sizes = [], []
-    for tokens in (2, 6):
+    for tokens in (3, 9):
         path = write_token_loop(tmp_path / "loop.json", tokens)
         tracemalloc.start()
         try:

@@ -1,6 +1,6 @@
 """attnscope_triton::backward on CPU tensors.
 
-test_triton_backward.py runs this file with TRITON_INTERPRET=1.
+test_triton.py runs this file with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
