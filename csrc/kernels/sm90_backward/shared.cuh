@@ -134,6 +134,7 @@ struct BackwardArguments {
   float* statistics;
   float* gradient;
   int* tickets;  // null unless deterministic
+  int* claims;   // null unless who is first stores dQ, see claims.cuh
   int* counter;
 };
 

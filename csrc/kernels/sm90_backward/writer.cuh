@@ -1,6 +1,7 @@
-// The writer: a thread that adds dQ of a block to global memory.
+// The writer: a thread that adds dQ of a block to global memory, or stores it.
 #pragma once
 
+#include "kernels/sm90_backward/claims.cuh"
 #include "kernels/sm90_backward/shared.cuh"
 #include "kernels/sm90_backward/turns.cuh"
 #include "ptx/tma.cuh"
@@ -29,7 +30,11 @@ __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardS
         Turns<Config>::await(a, t, place, block);
       }
       const Slot<Config::kGradientStages> slot(count++);
-      ptx::mbarrier_wait(ptx::shared_address(&s.dq_full[slot.stage]), slot.parity);
+      const uint32_t full = ptx::shared_address(&s.dq_full[slot.stage]);
+      // Whether the block has its first part is found out while the consumers work on it.
+      bool first = a.claims != nullptr;
+      while (first && !ptx::mbarrier_test(full, slot.parity)) first = !is_stored(a, place);
+      ptx::mbarrier_wait(full, slot.parity);
       const uint32_t staged = ptx::shared_address(s.dq[slot.stage]);
       inject(Fault::kAdd, count);
       float* gradient = a.gradient + int64_t{place} * Config::kGradientFloats;
@@ -37,7 +42,8 @@ __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardS
       // Whole heads: after the operation before, which may have been on the same block. The first
       // tile that sees the block stores: nobody needs to zero it before.
       if (a.whole_heads) ptx::tma_store_wait<0>();
-      if (a.whole_heads && Turns<Config>::number(a, t, block) == 0) {
+      first = first && claim(a, place);
+      if (first || (a.whole_heads && Turns<Config>::number(a, t, block) == 0)) {
         ptx::bulk_store(gradient, staged, kBytes);
       } else {
         ptx::bulk_add(gradient, staged, kBytes);
@@ -46,6 +52,7 @@ __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardS
       ptx::tma_store_wait_read<0>();
       inject(Fault::kRelease, count);
       ptx::mbarrier_arrive(ptx::shared_address(&s.dq_empty[slot.stage]));
+      if (first) publish_claim(a, place);
       ++place;
     }
     place += blocks - (t.end - t.begin);
