@@ -17,17 +17,16 @@ __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardS
   const int first =
       a.whole_heads ? blockIdx.x * a.group * blocks : t.head_kv * a.group * blocks + t.first_block;
   int place = first + t.begin;
-  int added = -1;  // deterministic calls: the block whose turn has not been passed on yet
+  int added = -1;  // deterministic calls: the ticket of the turn that has not been passed on yet
 #pragma unroll 1
   for (int head = 0; head < a.group; ++head) {
 #pragma unroll 1
     for (int block = t.begin; block < t.end; ++block) {
       // While the consumers still work on the block, the last turn is passed on, and this one
       // arrives.
-      if (a.tickets != nullptr) {
+      if (a.tickets != nullptr && Turns<Config>::begins(t, block)) {
         if (added >= 0) Turns<Config>::finish(a, added);
-        added = place;
-        Turns<Config>::await(a, t, place, block);
+        added = Turns<Config>::await(a, t, place, block);
       }
       const Slot<Config::kGradientStages> slot(count++);
       const uint32_t full = ptx::shared_address(&s.dq_full[slot.stage]);
