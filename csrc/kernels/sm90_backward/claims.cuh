@@ -1,12 +1,12 @@
-// Who stores the first part of dQ of a block of queries, in calls without turns: then nobody zeroes dQ
-// before.
+// Who stores the first part of dQ of a block of queries, in calls without turns: then nobody zeroes
+// dQ before.
 //
-// The ticket of (query head, block of queries) is 0, then counts the writers who might be first, and
-// has kStored added once the part is in global memory. Who takes 0 from it stores, the others wait
-// until it is stored, and add.
+// The ticket of (query head, block of queries) is 0, then counts the writers who might be first,
+// and has kStored added once the part is in global memory. Who takes 0 from it stores, the others
+// wait until it is stored, and add.
 //
-// Progress: between taking 0 and adding kStored a writer waits for nothing but its own store. So the
-// others wait for a thread that runs, in whatever order thread blocks come.
+// Progress: between taking 0 and adding kStored a writer waits for nothing but its own store. So
+// the others wait for a thread that runs, in whatever order thread blocks come.
 #pragma once
 
 #include "kernels/sm90_backward/shared.cuh"

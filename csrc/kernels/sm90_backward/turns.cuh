@@ -1,9 +1,10 @@
 // Turns: the order in which key blocks add to dQ in a deterministic call.
 //
 // Writers take turns: the ticket of (query head, two blocks of queries) counts the key blocks that
-// have added. The last key block that a query sees adds first, the others in descending order: under
-// a causal mask a tile then starts at the blocks of queries where its turn is the first. A turn for
-// each block takes longer than a step at head dim 128: waits for additions, and for the ticket.
+// have added. The last key block that a query sees adds first, the others in descending order:
+// under a causal mask a tile then starts at the blocks of queries where its turn is the first. A
+// turn for each block takes longer than a step at head dim 128: waits for additions, and for the
+// ticket.
 //
 // Progress: tiles are taken from a counter, the last key blocks of a sequence first, and a thread
 // block works on its tiles in this order. A tile waits only for tiles of later key blocks, which
