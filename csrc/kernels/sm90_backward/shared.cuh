@@ -38,7 +38,7 @@ struct BackwardConfig {
   static constexpr int kQueryBytes = 2 * kBlockM * kHeadDim;  // of Q or dO
   static constexpr int kScoreBytes = 2 * kBlockM * 64;        // of a consumer's dS
   static constexpr bool kKeepsP = kTile.keeps_p;
-  // dV is issued before dS is computed. With P only as rounded for dV, dS would wait for dV.
+  // dV is issued before dS is computed. Head dim 64 is slower so.
   static constexpr bool kEarlyValues = kKeepsP;
   static constexpr int kColumnBlocks = kHeadDim / 64;
   static constexpr int kPartFloats = 64 * 64;                 // of a column block of dQ
