@@ -1,9 +1,10 @@
-// Who stores the first part of dQ of a block of queries, in calls without turns: then nobody zeroes
+// Who stores the first part of dQ of a block of queries in place of adding it: then nobody zeroes
 // dQ before.
 //
-// The ticket of (query head, block of queries) is 0, then counts the writers who might be first,
-// and has kStored added once the part is in global memory. Who takes 0 from it stores, the others
-// wait until it is stored, and add.
+// The claim of (query head, block of queries) is 0, then counts the writers who might be first, and
+// has kStored added once the part is in global memory. Who takes 0 from it stores, the others wait
+// until it is stored, and add. In a deterministic call the first in turn stores, and marks the
+// claim for the postprocess alone: a block that nobody has claimed sees no key.
 //
 // Progress: between taking 0 and adding kStored a writer waits for nothing but its own store. So
 // the others wait for a thread that runs, in whatever order thread blocks come.

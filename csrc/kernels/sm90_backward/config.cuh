@@ -82,9 +82,9 @@ constexpr int64_t block_count(bool packed, int64_t total, int length, int64_t ba
 //   statistics  block_m floats log2(e) lse, then block_m floats delta
 //   gradient    dQ / scale in fp32, in the order of the accumulators, see kernel.cuh
 //   tickets     deterministic calls: for each part of dQ, how many key blocks have added
-//               narrow tiles, other calls: whether the first part is stored, see claims.cuh
+//   claims      narrow tiles: whether the first part of dQ is stored, see claims.cuh
 struct BackwardWorkspace {
-  int64_t statistics, gradient, tickets, counter, bytes;
+  int64_t statistics, gradient, tickets, claims, counter, bytes;
 };
 
 inline BackwardWorkspace backward_layout(const BackwardParams& params) {
@@ -96,7 +96,8 @@ inline BackwardWorkspace backward_layout(const BackwardParams& params) {
   BackwardWorkspace w{};
   w.gradient = aligned(blocks * t.block_m * 2 * 4);
   w.tickets = w.gradient + aligned(blocks * t.block_m * t.head_dim * 4);
-  w.counter = w.tickets + aligned(params.deterministic || !t.wide() ? blocks * t.tickets() * 4 : 0);
+  w.claims = w.tickets + aligned(params.deterministic ? blocks * t.tickets() * 4 : 0);
+  w.counter = w.claims + aligned(t.wide() ? 0 : blocks * 4);
   w.bytes = w.counter + 256;
   return w;
 }

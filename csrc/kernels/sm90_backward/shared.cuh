@@ -136,7 +136,7 @@ struct BackwardArguments {
   float* statistics;
   float* gradient;
   int* tickets;  // null unless deterministic
-  int* claims;   // null unless who is first stores dQ, see claims.cuh
+  int* claims;   // null if heads are whole and for wide tiles, see claims.cuh
   int* counter;
 };
 
