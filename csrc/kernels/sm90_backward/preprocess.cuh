@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kPreprocessThreads)
   if (b.rows <= 0) return;
 
   auto* gradient = reinterpret_cast<float4*>(a.gradient + int64_t{place} * Config::kGradientFloats);
-  if constexpr (Config::kHeadDim > 128) {  // wide tiles only add
+  if (!a.whole_heads && a.claims == nullptr) {
 #pragma unroll
     for (int i = 0; i < Config::kGradientFloats / 4 / kPreprocessThreads; ++i) {
       gradient[i * kPreprocessThreads + thread] = float4{};

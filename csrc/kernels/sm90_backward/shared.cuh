@@ -136,7 +136,7 @@ struct BackwardArguments {
   float* statistics;
   float* gradient;
   int* tickets;  // null unless deterministic
-  int* claims;   // null if heads are whole and for wide tiles, see claims.cuh
+  int* claims;   // null if the preprocess zeroes dQ, or heads are whole; see claims.cuh
   int* counter;
 };
 

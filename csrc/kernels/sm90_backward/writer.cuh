@@ -32,7 +32,7 @@ __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardS
       const Slot<Config::kGradientStages> slot(count++);
       const uint32_t full = ptx::shared_address(&s.dq_full[slot.stage]);
       // Whether the block has its first part is found out while the consumers work on it.
-      bool stores = !ordered;
+      bool stores = a.claims != nullptr && !ordered;
       while (stores && !ptx::mbarrier_test(full, slot.parity)) stores = !is_stored(a, place);
       ptx::mbarrier_wait(full, slot.parity);
       const uint32_t staged = ptx::shared_address(s.dq[slot.stage]);
