@@ -100,9 +100,11 @@ static_assert(grouping(call(128, 1, 32, 8, 4, true), 114) == 2, "128 heads are t
 static_assert(tile(256, 1, true, 1).block_m == 128, "no tile is smaller");
 static_assert(grouped(64, 64, 3) && grouped(128, 128, 3) && grouped(96, 192, 3));
 static_assert(grouping(call(128, 64, 32, 8, 64, true)) == 2);
-static_assert(grouping(call(128, 96, 32, 8, 64, true)) == 2, "six units for eight");
-static_assert(grouping(call(128, 97, 32, 8, 64, true)) == 0, "seven units for eight");
-static_assert(grouping(call(64, 96, 32, 8, 64, true)) == 0, "the grouped tile is low");
+static_assert(grouping(call(128, 112, 32, 8, 64, true)) == 2, "seven units for eight");
+static_assert(grouping(call(128, 113, 32, 8, 64, true)) == 0, "eight for eight");
+static_assert(grouping(call(64, 96, 32, 8, 64, true)) == 2, "six for eight");
+static_assert(tile(call(64, 128, 32, 8, 64, true)).block_m == 256, "heads of a key head together");
+static_assert(tile(call(128, 128, 32, 8, 64, true)).block_m == 192);
 static_assert(grouping(call(128, 1, 32, 8, 4, true)) == 0, "every head has a multiprocessor");
 static_assert(grouping(call(128, 1, 12, 1, 64, true)) == 2);
 static_assert(grouping(call(128, 1, 7, 1, 64, true)) == 0);

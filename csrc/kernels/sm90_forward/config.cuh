@@ -128,9 +128,9 @@ struct ForwardCall {
 };
 
 // The base-2 logarithm of the query heads side by side in a tile. Heads that share a key head are
-// grouped if they would not all run at once, and their tiles would be mostly empty or a fifth more;
-// in a packed batch, if that holds for sequences of the mean length. At most 16 heads: a warp
-// stores 16 rows of O at a time.
+// grouped if they would not all run at once, and their tiles would be mostly empty or more: an
+// eighth, or in a packed batch, whose sequences are taken to have the mean length, a quarter. At
+// most 16 heads: a warp stores 16 rows of O at a time.
 constexpr int choose_grouping(const ForwardCall& c, int sms) {
   if (c.queries > 2 * kGroupedQueries || c.batch * c.heads_q <= sms) return 0;
   int log2 = 0;
@@ -140,8 +140,8 @@ constexpr int choose_grouping(const ForwardCall& c, int sms) {
   const auto units = [&](double rows) {
     return c.has_means() ? rows / 64 + 0.5 : static_cast<int>((rows + 63) / 64);
   };
-  const bool saves = 5 * units(queries * (1 << log2)) <= 4 * units(queries) * (1 << log2);
-  return saves && c.dims.q > 64 ? log2 : 0;
+  const double grouped = units(queries * (1 << log2)), apart = units(queries) * (1 << log2);
+  return grouped <= apart * (c.has_means() ? 0.8 : 0.875) ? log2 : 0;
 }
 
 // The head dims of the table that serve a call's: rounded up; 0 if there are none.
@@ -166,7 +166,7 @@ constexpr int heads_together(const ForwardTile& t, int grouping, int heads_q, in
 }
 
 // The first row whose bounds include the call; -1 if there is none. A window is like a short call.
-// Rows of several heads need a dense call that has them, of one tile a head.
+// Rows of several heads need a dense call that has them, each with keys of its own and one tile.
 constexpr int first_tile(const ForwardCall& c) {
   const HeadDims dims = tile_dims(c.dims);
   const int rows = c.window < c.keys && c.keys_seen() < c.queries ? c.keys_seen() : c.queries;
@@ -177,8 +177,9 @@ constexpr int first_tile(const ForwardCall& c) {
     const int together = heads_together(t, 0, c.heads_q, c.heads_kv);
     const bool enough =
         t.min_queries == 0 || static_cast<long long>(rows) * together > t.min_queries;
-    const bool has_heads = t.heads_per_tile == 1 ||
-                           (!c.packed && c.heads_q >= t.heads_per_tile && c.queries <= t.block_m);
+    const bool has_heads =
+        t.heads_per_tile == 1 || (!c.packed && c.heads_q >= t.heads_per_tile &&
+                                  c.heads_q == c.heads_kv && c.queries <= t.block_m);
     if (t.has(dims) && enough && has_heads && rows <= max_queries && !t.grouped_only()) return i;
   }
   return -1;
@@ -355,12 +356,13 @@ inline ForwardCall forward_call(const ForwardParams& p) {
   return c;
 }
 
-constexpr ForwardTile forward_tile(int head_dim, int block_m, int key_parts = 1,
+constexpr ForwardTile forward_tile(int head_dim, int block_m, int block_n = 64, int key_parts = 1,
                                    bool grouped_only = false) {
   for (const ForwardTile& t : kForwardTiles) {
-    if (head_dim == t.head_dim && block_m == t.block_m && key_parts == t.key_parts &&
-        grouped_only == t.grouped_only())
+    if (head_dim == t.head_dim && block_m == t.block_m && block_n == t.block_n &&
+        key_parts == t.key_parts && grouped_only == t.grouped_only()) {
       return t;
+    }
   }
   return {};
 }
