@@ -273,7 +273,7 @@ constexpr double estimated_cycles(const ForwardTile& t, int grouping, const Forw
   }
   const long long on_each = static_cast<long long>((tiles + sms - 1) / sms);
   const int at_once = on_each < t.blocks_per_sm ? static_cast<int>(on_each) : t.blocks_per_sm;
-  // Of a step.
+  // Cycles of a step.
   const int products = (12 * t.consumers() + t.key_parts) * (t.head_dim + t.head_dim_v) / 8;
   const auto step = [&](int blocks) -> double {
     return products * blocks > kLeastStep ? products * blocks : kLeastStep;

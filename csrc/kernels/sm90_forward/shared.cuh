@@ -192,7 +192,7 @@ struct ForwardArguments {
   Divisor heads;                   // sets of query heads that have tiles of their own
   Divisor heads_per_key;           // query heads of a key head
   int tiles;                       // dense: how many; packed: at most
-  int turns;                       // packed: sequences come in so many turns, the longest first
+  int turns;                       // packed: sequences come in turns, the longest first
   int long_units, long_tiles;      // packed: of a sequence whose last heads have more tiles
   bool prefetch_tiles;             // take a tile as soon as a slot is free
   bool packed;
