@@ -281,7 +281,7 @@ def kernels_command(
         str, typer.Option(help="LEFT,RIGHT: keys around the diagonal; -1 for all of a side.")
     ] = "-1,-1",
     packed: Annotated[
-        bool, typer.Option("--packed", help="Packed batch; --seq-len is its longest sequence.")
+        bool, typer.Option("--packed", help="Packed batch, all sequences as long as --seq-len.")
     ] = False,
     softcap: Annotated[float, typer.Option(help="0 for none.")] = 0.0,
     sms: Annotated[
