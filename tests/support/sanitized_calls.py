@@ -48,6 +48,7 @@ def shapes() -> Iterator[Case]:
         yield case(40, 9, 130, 16, 2, head_dim, causal=True)
         yield case(heads_kv=1, head_dim=head_dim, seqlens=((3, 3), (7, 7)) * 20, causal=True)
         yield case(1, 65, 130, 2, 1, head_dim, "float16", causal=True)
+    yield case(1, 65, 16384, 70, 70)  # 128 keys a step
     yield case(150, 40, 70, 8, 2, causal=True)  # three units of grouped heads in a tile
     for mask in MASKS.values():  # V narrower than K
         yield case(1, 257, 130, 2, 1, 192, head_dim_v=128, **mask)

@@ -94,6 +94,8 @@ constexpr ForwardTile kForwardTiles[] = {
      "grouped, 18 sequences: 1.05 of 192 rows, 1.13 of divided keys"},
     {128, 128, 128, 64, 2, 4, 1, 1, 1, true, false, 0, kAnyQueries, kAnyQueries,
      "S = 128, 256, causal: 241, 392, 121, 205; 128 keys, one Q: 233, 382, 115, 191"},
+    {128, 128, 128, 128, 2, 2, 1, 1, 1, true, false, 0, 0, 0,
+     "chunks of 512 and 2048 queries on a long cache: 1.10 and 1.05 of 64 keys a step"},
     {192, 128, 192, 64, 1, 3, 1, 1, 1, true, true, 0, kAnyQueries, kAnyQueries,
      "S = 4096 and 16384, causal: 1.18 and 1.19 of the tile of 192"},
     {192, 192, 128, 64, 1, 3, 1, 1, 1, true, true, 0, kAnyQueries, kAnyQueries,
@@ -263,6 +265,8 @@ constexpr BalancedTiles balanced(const ForwardTile& t, int grouping, const Forwa
 // together, unless the longest tile alone takes longer. Otherwise tiles take the same time, and the
 // last round may have few.
 inline constexpr int kLeastStep = 500, kTileCycles = 8000, kMeetingCycles = 500;
+inline constexpr double kWideStep = 0.89;  // 128 keys in a step of live scores, over two of 64
+inline constexpr int kManyKeys = 16384;    // from which that was measured
 inline constexpr long long kFewRounds = 8;
 
 constexpr double estimated_cycles(const ForwardTile& t, int grouping, const ForwardCall& c,
@@ -276,7 +280,9 @@ constexpr double estimated_cycles(const ForwardTile& t, int grouping, const Forw
   const long long on_each = static_cast<long long>((tiles + sms - 1) / sms);
   const int at_once = on_each < t.blocks_per_sm ? static_cast<int>(on_each) : t.blocks_per_sm;
   // Cycles of a step.
-  const int products = (12 * t.consumers() + t.key_parts) * (t.head_dim + t.head_dim_v) / 8;
+  const bool wide = t.block_n > 64 && t.scores_live && c.keys >= kManyKeys;
+  const double products =
+      (12 * t.consumers() + t.key_parts) * (t.head_dim + t.head_dim_v) / 8 * (wide ? kWideStep : 1);
   const auto step = [&](int blocks) -> double {
     return products * blocks > kLeastStep ? products * blocks : kLeastStep;
   };
