@@ -204,12 +204,12 @@ def test_every_column_of_every_tile_has_a_meaning():
 
 # What differs from BASE -> (tile, rule, heads side by side, tiles, blocks, waves).
 CHOICES = {
-    "long": ({}, ("192x64", "first row", 1, 4 * 16 * 22, 132, 11)),
+    "long": ({}, ("192x64", "first row", 1, 60 * 22 + 4 * 32, 132, 11)),
     "few": ({"seqlen_q": 128, "batch": 1}, ("64x64x2", "least time", 1, 32, 32, 1)),
     "empty": ({"seqlen_q": 0}, ("64x64", "first row", 1, 0, 0, 0)),
     "grouped": (
         {"seqlen_q": 16, "batch": 64, "heads_kv": 4},
-        ("128x64", "grouped", 4, 64 * 4, 132, 2),
+        ("64x64x2", "grouped", 4, 64 * 4, 132, 2),
     ),
     "pairs": (
         {"head_dim": 64, "head_dim_v": 64, "seqlen_q": 100, "heads_q": 9, "heads_kv": 9}
@@ -223,8 +223,9 @@ CHOICES = {
     "wide v": ({"head_dim": 64, "seqlen_q": 8192}, ("192x64", "first row", 1, 64 * 43, 132, 21)),
     "other head dim": (
         {"head_dim": 72, "head_dim_v": 72},
-        ("192x64", "first row", 1, 64 * 22, 132, 11),
+        ("192x64", "first row", 1, 60 * 22 + 4 * 32, 132, 11),
     ),
+    "narrow v": ({"head_dim": 192}, ("192x64", "first row", 1, 60 * 22 + 4 * 32, 132, 11)),
 }
 
 
@@ -247,7 +248,7 @@ def test_a_causal_call_is_one_without_a_left_bound():
             kernels.choose_forward(call._replace(causal=causal, window=window))["tile"]
         )
         for causal in (False, True)
-        for window in ((-1, -1), (100, -1), (4096, -1), (-1, 0))
+        for window in ((-1, -1), (1500, -1), (4096, -1), (-1, 0))
     }
     is_causal = {key for key, size in sizes.items() if size == "256x64"}
     assert is_causal == {

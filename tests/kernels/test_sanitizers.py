@@ -70,16 +70,16 @@ def sanitize(
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_the_calls_use_every_tile_of_the_table_and_its_slots_again():
     choices, count = tile_choices(list(sanitized_calls.reuse()))
-    split = 7  # the row that divides keys
-    rows = [row for row in range(count) if row != split]
+    estimated, grouped_only = {8, 13}, {9, 10, 11}
+    rows = [row for row in range(count) if row not in {*estimated, *grouped_only}]
     assert [choice.row for choice in choices[::3]] == rows
     assert all(choice.reuses_tile_slots for choice in choices)
     assert {choice.row for choice in choices} == set(rows)
     (handover,), _ = tile_choices(list(sanitized_calls.handover()))
     assert handover.reuses_tile_slots
     shapes, _ = tile_choices(list(sanitized_calls.shapes()))
-    assert {c.row for c in shapes if c.grouping} == {2, 4, 8, 9, 10}, "one row of each head dim"
-    assert split in {c.row for c in shapes}
+    assert {c.row for c in shapes if c.grouping} == {2, 4, 5, *grouped_only, 15, 16}
+    assert estimated <= {c.row for c in shapes}
 
 
 def backward_tile(c: Case, kernel: str) -> tuple[int, int, int]:

@@ -62,8 +62,10 @@ static_assert(tile(72, 1, false).head_dim == 80 && tile(88, 1 << 30, true).head_
 static_assert(tile(104, 1, false).head_dim == 128 && tile(128, 1 << 30, true).head_dim == 128);
 static_assert(tile(136, 1, false).head_dim == 192 && tile(192, 1 << 30, true).head_dim == 192);
 static_assert(tile(200, 1, false).head_dim == 256 && tile(256, 1 << 30, true).head_dim == 256);
-static_assert(tile({192, 128}, 1, true).head_dim_v == 128 && tile({136, 8}, 1, true).head_dim_v == 128);
-static_assert(tile({192, 136}, 1, true).head_dim_v == 192 && tile({64, 128}, 1, true).head_dim == 128);
+static_assert(tile({192, 128}, 1, true).head_dim_v == 128);
+static_assert(tile({136, 8}, 1, true).head_dim_v == 128);
+static_assert(tile({192, 136}, 1, true).head_dim_v == 192);
+static_assert(tile({64, 128}, 1, true).head_dim == 128);
 static_assert(choose_forward(call(264, 1, 8, 8, 1, false), 132).row == -1, "no tile is that wide");
 static_assert(tile(windowed(64, 8192, 64, 128)).block_m == 256, "64 rows see 191 keys");
 static_assert(tile(windowed(64, 8192, 64, 4096)).block_m == 192);
@@ -96,13 +98,15 @@ static_assert(tile(128, 1 << 14, false, 1).block_m == 128, "128 tiles, or 256 in
 static_assert(tile(128, 128, true, 16).block_m == 64 && tile(128, 100, true).block_m == 128);
 static_assert(tile(64, 512, true, 65, 66).block_m == 256, "two rounds of 66 SMs");
 static_assert(tile(64, 512, true, 32, 64).block_m == 256, "64 tiles of 256 rows fill 64 SMs");
-static_assert(grouping(call(128, 1, 32, 8, 4, true), 114) == 2, "128 heads are too many for 114 SMs");
+static_assert(grouping(call(128, 1, 32, 8, 4, true), 114) == 2, "128 heads for 114 SMs");
 static_assert(tile(256, 1, true, 1).block_m == 128, "no tile is smaller");
 static_assert(grouped(64, 64, 3) && grouped(128, 128, 3) && grouped(96, 192, 3));
 static_assert(grouping(call(128, 64, 32, 8, 64, true)) == 2);
-static_assert(grouping(call(128, 96, 32, 8, 64, true)) == 2, "six units for eight");
-static_assert(grouping(call(128, 97, 32, 8, 64, true)) == 0, "seven units for eight");
-static_assert(grouping(call(64, 96, 32, 8, 64, true)) == 0, "the grouped tile is low");
+static_assert(grouping(call(128, 112, 32, 8, 64, true)) == 2, "seven units for eight");
+static_assert(grouping(call(128, 113, 32, 8, 64, true)) == 0, "eight for eight");
+static_assert(grouping(call(64, 96, 32, 8, 64, true)) == 2, "six for eight");
+static_assert(tile(call(64, 128, 32, 8, 64, true)).block_m == 256, "heads of a key head together");
+static_assert(tile(call(128, 128, 32, 8, 64, true)).block_m == 192);
 static_assert(grouping(call(128, 1, 32, 8, 4, true)) == 0, "every head has a multiprocessor");
 static_assert(grouping(call(128, 1, 12, 1, 64, true)) == 2);
 static_assert(grouping(call(128, 1, 7, 1, 64, true)) == 0);
@@ -122,7 +126,7 @@ static_assert(packed_tile(10, 10 * 600).key_parts == 2 && packed_tile(10, 0).gro
 constexpr long long count(const ForwardTile& t, const ForwardCall& c, int log2 = 0) {
   return tiles_of(t, log2, c).count();
 }
-static_assert(count(kForwardTiles[0], call(64, 100, 9, 9, 100, true)) == 500, "five pairs of heads");
+static_assert(count(kForwardTiles[0], call(64, 100, 9, 9, 100, true)) == 500, "five pairs");
 static_assert(count(forward_tile(128, 128), call(128, 33, 32, 8, 64, true), 2) == 1024, "132 rows");
 static_assert(count(forward_tile(128, 192), call(128, 0, 8, 8, 8, true)) == 0, "no queries");
 static_assert(count(forward_tile(128, 192), call(128, 512, 32, 8, 2, true)) == 2 * 8 * 11);
@@ -154,7 +158,7 @@ constexpr bool every_unit_has_one_tile() {
   return true;
 }
 static_assert(every_unit_has_one_tile());
-// The load is that of SMs of which the one with the least takes the next tile.
+// The SM with the least load takes the next tile.
 constexpr bool load_is_right(int sms) {
   for (int high = 0; high < 4 * sms; ++high) {
     for (int low = 0; low < 4 * sms; ++low) {

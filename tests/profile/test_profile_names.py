@@ -66,11 +66,14 @@ NAMES = {
     r"sm90::SplitForwardConfig<__nv_bfloat16, (\d+), (\d+)>": (
         r"attnscope sm90 forward bf16 D\1 M\2 divided keys"
     ),
-    r"sm90::GroupedForwardConfig<__nv_bfloat16, (\d+), (\d+)>": (
-        r"attnscope sm90 forward bf16 D\1 M\2 grouped"
+    r"sm90::ForwardConfig<__nv_bfloat16, (\d+), (\d+), (\d+)>": (
+        r"attnscope sm90 forward bf16 D\1 M\2 N\3"
     ),
-    r"sm90::GroupedSplitForwardConfig<__nv_bfloat16, (\d+), (\d+)>": (
-        r"attnscope sm90 forward bf16 D\1 M\2 grouped divided keys"
+    r"sm90::GroupedForwardConfig<__nv_bfloat16, (\d+), (\d+), (\d+)>": (
+        r"attnscope sm90 forward bf16 D\1 M\2 N\3 grouped"
+    ),
+    r"sm90::GroupedSplitForwardConfig<__nv_bfloat16, (\d+), (\d+), (\d+)>": (
+        r"attnscope sm90 forward bf16 D\1 M\2 N\3 grouped divided keys"
     ),
     r"sm80::ForwardConfig<__nv_bfloat16, (\d+)>": r"attnscope sm80 forward bf16 D\1",
     r"^attnscope_triton_forward_bf16_d(\d+)_dv\1_(full|causal\w*)$": (

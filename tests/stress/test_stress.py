@@ -358,7 +358,7 @@ KERNELS = {
     "forward": """
 #include "kernels/sm90_forward/kernel.cuh"
 template __global__ void attnscope::sm90::forward_kernel<
-    attnscope::sm90::ForwardConfig<__nv_bfloat16, 64, 64>>(
+    attnscope::sm90::ForwardConfig<__nv_bfloat16, 64, 64, 64>>(
     const __grid_constant__ attnscope::sm90::ForwardArguments);
 """,
     "backward": """

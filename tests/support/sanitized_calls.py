@@ -30,7 +30,7 @@ MASKS: dict[str, dict[str, Any]] = {
 # keys serves calls of fewer tiles: those are among `shapes`.
 # (batch, queries, keys, heads, heads of keys, head dim, head dim of V)
 REUSE = (
-    (56, 100, 130, 10, 5, 64, 64), (27, 200, 260, 10, 5, 64, 64), (80, 64, 130, 10, 10, 64, 64),
+    (56, 100, 130, 10, 10, 64, 64), (27, 200, 260, 10, 5, 64, 64), (80, 64, 130, 10, 10, 64, 64),
     (6, 1025, 200, 10, 5, 64, 64), (27, 130, 260, 10, 5, 80, 80), (27, 130, 260, 10, 5, 96, 96),
     (14, 384, 330, 10, 5, 128, 128), (54, 64, 200, 10, 10, 128, 128),
     (27, 100, 330, 10, 5, 128, 128), (27, 130, 260, 10, 5, 192, 128),
@@ -48,6 +48,8 @@ def shapes() -> Iterator[Case]:
         yield case(40, 9, 130, 16, 2, head_dim, causal=True)
         yield case(heads_kv=1, head_dim=head_dim, seqlens=((3, 3), (7, 7)) * 20, causal=True)
         yield case(1, 65, 130, 2, 1, head_dim, "float16", causal=True)
+    yield case(1, 65, 16384, 70, 70)  # 128 keys a step
+    yield case(150, 40, 70, 8, 2, causal=True)  # three units of grouped heads in a tile
     for mask in MASKS.values():  # V narrower than K
         yield case(1, 257, 130, 2, 1, 192, head_dim_v=128, **mask)
     for mask in MASKS.values():  # two heads in a tile, and an odd one

@@ -18,7 +18,8 @@ PROGRAM = """
 using namespace attnscope::sm90;
 int main() {
   printf("%d\\n", kForwardTileCount);
-  int head_dim, head_dim_v, queries, heads_q, heads_kv, batch, causal, packed, keys, total_q, window;
+  int head_dim, head_dim_v, queries, heads_q, heads_kv, batch, causal, packed, keys, total_q;
+  int window;
   while (scanf("%d %d %d %d %d %d %d %d %d %d %d", &head_dim, &head_dim_v, &queries, &heads_q,
                &heads_kv, &batch, &causal, &packed, &keys, &total_q, &window) == 11) {
     const ForwardCall call{{head_dim, head_dim_v}, queries, keys, heads_q, heads_kv, batch,

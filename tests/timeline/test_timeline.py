@@ -521,7 +521,8 @@ def test_marks_stand_where_states_begin(built, rows):
     """In the SASS of the tiles for head dim 128, each part of a step is between its marks, and the
     loop has no spill."""
     kernels = sass.functions(built[0], "sm_90a")
-    (code,) = (c for n, c in kernels.items() if f"__nv_bfloat16, 128, {rows}>" in n)
+    name = f"sm90::ForwardConfig<__nv_bfloat16, 128, {rows}, 64>"
+    (code,) = (c for n, c in kernels.items() if name in n)
     events = re.findall(r"SR_CLOCKLO|MUFU\.EX2|TRYWAIT|DEPBAR\.LE|HGMMA\.64x|UTMALDG", code)
     text = re.sub(r"(\S+)(?: \1)+", r"\1", " ".join(events)).replace("SR_CLOCKLO", "|")
     step = (

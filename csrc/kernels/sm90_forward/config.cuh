@@ -76,7 +76,8 @@ constexpr ForwardTile kForwardTiles[] = {
      "causal S = 128: 97; 128 rows of 128 keys, one block an SM: 86"},
     {64, 64, 192, 128, 2, 3, 1, 1, 1, false, false, 0, kAnyQueries, kAnyQueries,
      "S = 8192: 587; 256 rows of 64 keys: 560"},
-    {80, 80, 192, 64, 1, 4, 1, 1, 1, true, true, 0, kAnyQueries, kAnyQueries, "unmeasured"},
+    {80, 80, 192, 64, 1, 4, 1, 1, 1, true, true, 0, kAnyQueries, kAnyQueries,
+     "head dims 72 and 80: 1.03 to 1.05 of the tile of 96"},
     {96, 96, 192, 64, 1, 4, 1, 1, 1, true, true, 0, kAnyQueries, kAnyQueries,
      "over FlashAttention-3 1.09; 128 rows of 128 keys 1.03, as head dim 128 1.01"},
     {128, 128, 192, 64, 1, 4, 1, 1, 1, true, false, 256, kAnyQueries, kAnyQueries,
@@ -93,7 +94,10 @@ constexpr ForwardTile kForwardTiles[] = {
      "grouped, 18 sequences: 1.05 of 192 rows, 1.13 of divided keys"},
     {128, 128, 128, 64, 2, 4, 1, 1, 1, true, false, 0, kAnyQueries, kAnyQueries,
      "S = 128, 256, causal: 241, 392, 121, 205; 128 keys, one Q: 233, 382, 115, 191"},
-    {192, 128, 192, 64, 1, 3, 1, 1, 1, true, true, 0, kAnyQueries, kAnyQueries, "unmeasured"},
+    {128, 128, 128, 128, 2, 2, 1, 1, 1, true, false, 0, 0, 0,
+     "chunks of 512 and 2048 queries on a long cache: 1.10 and 1.05 of 64 keys a step"},
+    {192, 128, 192, 64, 1, 3, 1, 1, 1, true, true, 0, kAnyQueries, kAnyQueries,
+     "S = 4096 and 16384, causal: 1.18 and 1.19 of the tile of 192"},
     {192, 192, 128, 64, 1, 3, 1, 1, 1, true, true, 0, kAnyQueries, kAnyQueries,
      "over FlashAttention-3 1.05; 96 keys 1.02, as head dim 256 0.85"},
     {256, 256, 128, 64, 1, 2, 1, 1, 1, true, true, 0, kAnyQueries, kAnyQueries,
@@ -128,9 +132,9 @@ struct ForwardCall {
 };
 
 // The base-2 logarithm of the query heads side by side in a tile. Heads that share a key head are
-// grouped if they would not all run at once, and their tiles would be mostly empty or a fifth more;
-// in a packed batch, if that holds for sequences of the mean length. At most 16 heads: a warp
-// stores 16 rows of O at a time.
+// grouped if they would not all run at once, and their tiles would be mostly empty or more: an
+// eighth, or in a packed batch, whose sequences are taken to have the mean length, a quarter. At
+// most 16 heads: a warp stores 16 rows of O at a time.
 constexpr int choose_grouping(const ForwardCall& c, int sms) {
   if (c.queries > 2 * kGroupedQueries || c.batch * c.heads_q <= sms) return 0;
   int log2 = 0;
@@ -140,8 +144,8 @@ constexpr int choose_grouping(const ForwardCall& c, int sms) {
   const auto units = [&](double rows) {
     return c.has_means() ? rows / 64 + 0.5 : static_cast<int>((rows + 63) / 64);
   };
-  const bool saves = 5 * units(queries * (1 << log2)) <= 4 * units(queries) * (1 << log2);
-  return saves && c.dims.q > 64 ? log2 : 0;
+  const double grouped = units(queries * (1 << log2)), apart = units(queries) * (1 << log2);
+  return grouped <= apart * (c.has_means() ? 0.8 : 0.875) ? log2 : 0;
 }
 
 // The head dims of the table that serve a call's: rounded up; 0 if there are none.
@@ -166,7 +170,7 @@ constexpr int heads_together(const ForwardTile& t, int grouping, int heads_q, in
 }
 
 // The first row whose bounds include the call; -1 if there is none. A window is like a short call.
-// Rows of several heads need a dense call that has them, of one tile a head.
+// Rows of several heads need a dense call that has them, each with keys of its own and one tile.
 constexpr int first_tile(const ForwardCall& c) {
   const HeadDims dims = tile_dims(c.dims);
   const int rows = c.window < c.keys && c.keys_seen() < c.queries ? c.keys_seen() : c.queries;
@@ -177,8 +181,9 @@ constexpr int first_tile(const ForwardCall& c) {
     const int together = heads_together(t, 0, c.heads_q, c.heads_kv);
     const bool enough =
         t.min_queries == 0 || static_cast<long long>(rows) * together > t.min_queries;
-    const bool has_heads = t.heads_per_tile == 1 ||
-                           (!c.packed && c.heads_q >= t.heads_per_tile && c.queries <= t.block_m);
+    const bool has_heads =
+        t.heads_per_tile == 1 || (!c.packed && c.heads_q >= t.heads_per_tile &&
+                                  c.heads_q == c.heads_kv && c.queries <= t.block_m);
     if (t.has(dims) && enough && has_heads && rows <= max_queries && !t.grouped_only()) return i;
   }
   return -1;
@@ -260,6 +265,8 @@ constexpr BalancedTiles balanced(const ForwardTile& t, int grouping, const Forwa
 // together, unless the longest tile alone takes longer. Otherwise tiles take the same time, and the
 // last round may have few.
 inline constexpr int kLeastStep = 500, kTileCycles = 8000, kMeetingCycles = 500;
+inline constexpr double kWideStep = 0.89;  // 128 keys in a step of live scores, over two of 64
+inline constexpr int kManyKeys = 16384;    // from which that was measured
 inline constexpr long long kFewRounds = 8;
 
 constexpr double estimated_cycles(const ForwardTile& t, int grouping, const ForwardCall& c,
@@ -272,8 +279,10 @@ constexpr double estimated_cycles(const ForwardTile& t, int grouping, const Forw
   }
   const long long on_each = static_cast<long long>((tiles + sms - 1) / sms);
   const int at_once = on_each < t.blocks_per_sm ? static_cast<int>(on_each) : t.blocks_per_sm;
-  // Of a step.
-  const int products = (12 * t.consumers() + t.key_parts) * (t.head_dim + t.head_dim_v) / 8;
+  // Cycles of a step.
+  const bool wide = t.block_n > 64 && t.scores_live && c.keys >= kManyKeys;
+  const double products =
+      (12 * t.consumers() + t.key_parts) * (t.head_dim + t.head_dim_v) / 8 * (wide ? kWideStep : 1);
   const auto step = [&](int blocks) -> double {
     return products * blocks > kLeastStep ? products * blocks : kLeastStep;
   };
@@ -355,12 +364,13 @@ inline ForwardCall forward_call(const ForwardParams& p) {
   return c;
 }
 
-constexpr ForwardTile forward_tile(int head_dim, int block_m, int key_parts = 1,
+constexpr ForwardTile forward_tile(int head_dim, int block_m, int block_n = 64, int key_parts = 1,
                                    bool grouped_only = false) {
   for (const ForwardTile& t : kForwardTiles) {
-    if (head_dim == t.head_dim && block_m == t.block_m && key_parts == t.key_parts &&
-        grouped_only == t.grouped_only())
+    if (head_dim == t.head_dim && block_m == t.block_m && block_n == t.block_n &&
+        key_parts == t.key_parts && grouped_only == t.grouped_only()) {
       return t;
+    }
   }
   return {};
 }

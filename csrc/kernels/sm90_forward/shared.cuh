@@ -21,11 +21,13 @@
 
 namespace attnscope::sm90 {
 
-template <class Element_, int kHeadDim_, int kBlockM_, int kKeyParts_, bool kGroupedOnly>
+template <class Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kKeyParts_,
+          bool kGroupedOnly>
 struct AnyForwardConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr ForwardTile kTile = forward_tile(kHeadDim, kBlockM_, kKeyParts_, kGroupedOnly);
+  static constexpr ForwardTile kTile =
+      forward_tile(kHeadDim, kBlockM_, kBlockN_, kKeyParts_, kGroupedOnly);
   static constexpr int kValueDim = kTile.head_dim_v;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
@@ -73,28 +75,29 @@ struct AnyForwardConfig {
 };
 
 // One consumer for each unit of a tile.
-template <class Element, int kHeadDim, int kBlockM>
-struct ForwardConfig : AnyForwardConfig<Element, kHeadDim, kBlockM, 1, false> {};
-template <class Element, int kHeadDim, int kBlockM>
-struct GroupedForwardConfig : AnyForwardConfig<Element, kHeadDim, kBlockM, 1, true> {};
+template <class Element, int kHeadDim, int kBlockM, int kBlockN>
+struct ForwardConfig : AnyForwardConfig<Element, kHeadDim, kBlockM, kBlockN, 1, false> {};
+template <class Element, int kHeadDim, int kBlockM, int kBlockN>
+struct GroupedForwardConfig : AnyForwardConfig<Element, kHeadDim, kBlockM, kBlockN, 1, true> {};
 
 // Two consumers share the rows of a unit and divide its keys.
-template <class Element, int kHeadDim, int kBlockM>
-struct SplitForwardConfig : AnyForwardConfig<Element, kHeadDim, kBlockM, 2, false> {};
-template <class Element, int kHeadDim, int kBlockM>
-struct GroupedSplitForwardConfig : AnyForwardConfig<Element, kHeadDim, kBlockM, 2, true> {};
+template <class Element, int kHeadDim, int kBlockM, int kBlockN>
+struct SplitForwardConfig : AnyForwardConfig<Element, kHeadDim, kBlockM, kBlockN, 2, false> {};
+template <class Element, int kHeadDim, int kBlockM, int kBlockN>
+struct GroupedSplitForwardConfig : AnyForwardConfig<Element, kHeadDim, kBlockM, kBlockN, 2, true> {
+};
 
 // The configuration of row `kRow` of the table.
 template <class Element, int kRow, int kHeadDim = kForwardTiles[kRow].head_dim,
-          int kBlockM = kForwardTiles[kRow].block_m>
-using RowConfig =
-    std::conditional_t<kForwardTiles[kRow].grouped_only(),
-                       std::conditional_t<kForwardTiles[kRow].key_parts == 1,
-                                          GroupedForwardConfig<Element, kHeadDim, kBlockM>,
-                                          GroupedSplitForwardConfig<Element, kHeadDim, kBlockM>>,
-                       std::conditional_t<kForwardTiles[kRow].key_parts == 1,
-                                          ForwardConfig<Element, kHeadDim, kBlockM>,
-                                          SplitForwardConfig<Element, kHeadDim, kBlockM>>>;
+          int kBlockM = kForwardTiles[kRow].block_m, int kBlockN = kForwardTiles[kRow].block_n>
+using RowConfig = std::conditional_t<
+    kForwardTiles[kRow].grouped_only(),
+    std::conditional_t<kForwardTiles[kRow].key_parts == 1,
+                       GroupedForwardConfig<Element, kHeadDim, kBlockM, kBlockN>,
+                       GroupedSplitForwardConfig<Element, kHeadDim, kBlockM, kBlockN>>,
+    std::conditional_t<kForwardTiles[kRow].key_parts == 1,
+                       ForwardConfig<Element, kHeadDim, kBlockM, kBlockN>,
+                       SplitForwardConfig<Element, kHeadDim, kBlockM, kBlockN>>>;
 
 // Up to 64 rows of one query head, and the keys of them that are a consumer's: its part of a tile.
 struct Unit {
@@ -189,7 +192,7 @@ struct ForwardArguments {
   Divisor heads;                   // sets of query heads that have tiles of their own
   Divisor heads_per_key;           // query heads of a key head
   int tiles;                       // dense: how many; packed: at most
-  int turns;                       // packed: sequences come in so many turns, the longest first
+  int turns;                       // packed: sequences come in turns, the longest first
   int long_units, long_tiles;      // packed: of a sequence whose last heads have more tiles
   bool prefetch_tiles;             // take a tile as soon as a slot is free
   bool packed;

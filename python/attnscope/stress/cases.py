@@ -66,10 +66,15 @@ def all_cases(mode: str = "forward") -> Iterator[Case]:
     for options in MASKS.values():  # V is narrower than K
         yield case(seqlen_q=700, seqlen_k=700, head_dim=192, head_dim_v=128, **options)
         yield case(seqlens=PACKED[0], head_dim=192, head_dim_v=128, **options)
+    yield case(1, 65, 16384, 70, 70)  # 128 keys a step
     # Lower tiles at the end of a launch, also of a sequence that has most rows of a packed batch.
     yield case(1, 2304, 700, 12, 12)
     yield case(heads_q=12, heads_kv=12, seqlens=((2304, 700), *((64, 64),) * 20))
-    yield case(heads_q=8, seqlens=((70, 500), (20, 90), (30, 1500), (1, 64)) * 9, causal=True)
+    # Grouped heads, few tiles and more; sequences of all lengths.
+    for count in (9, 40):
+        seqlens = ((70, 500), (20, 90), (30, 1500), (1, 64)) * count
+        yield case(heads_q=8, seqlens=seqlens, causal=True)
+    yield case(150, 40, 70, 8, 2, causal=True)
 
 
 def _cases_of_every_mode(head_dims: tuple[int, ...]) -> Iterator[Case]:
