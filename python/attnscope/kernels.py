@@ -153,9 +153,8 @@ def tile_size(tile: dict[str, Any]) -> str:
 
 def tile_head_dim(tile: dict[str, Any]) -> str:
     """The head dim of a tile; "192/128" where V has another."""
-    head_dim = tile["head_dim"]
-    of_v = tile.get("head_dim_v", head_dim)
-    return str(head_dim) if of_v == head_dim else f"{head_dim}/{of_v}"
+    dims = tile["head_dim"], tile.get("head_dim_v", tile["head_dim"])
+    return "/".join(map(str, dict.fromkeys(dims)))
 
 
 def kernels_table(rows: Sequence[dict[str, Any]]) -> Table:
