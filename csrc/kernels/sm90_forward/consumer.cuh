@@ -209,11 +209,9 @@ class Consumer {
     mark(ConsumerTile::kEpilogue);
     if constexpr (Config::kKeyParts > 1) {
       inject(Fault::kRelease, blocks);
-      if (Config::part_of(consumer) > 0) {
-        give_output<Config>(f, s.partial, unit_warp());
-        return true;
-      }
-      add_output<Config>(f, s.partial, unit_warp());
+      const bool gives = Config::part_of(consumer) > 0;
+      exchange_output<Config>(f, s.partial, unit_warp(), gives);
+      if (gives) return true;
     }
     const bool finite = store_output<Config>(f, a, unit(), work().batch, s.o[unit_warp()]);
     return finite || !a.hides_keys;

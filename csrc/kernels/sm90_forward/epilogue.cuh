@@ -10,13 +10,7 @@
 
 namespace attnscope::sm90 {
 
-// Two consumers have the same rows and half of the keys each. A warp of one gives O to the warp of
-// the other that has the same elements, and goes on once that warp has read it. Two barriers a
-// warp: the giver waits at the second one at once, and synccheck reports a warp that reaches a
-// barrier again while the other is still about to leave it.
-__device__ __forceinline__ void await_given(int warp) { ptx::barrier_sync(1 + warp, 64); }
-__device__ __forceinline__ void await_taken(int warp) { ptx::barrier_sync(5 + warp, 64); }
-
+// Two consumers have the same rows and half of the keys each: see exchange_output.
 template <class Config>
 __device__ __forceinline__ void give_output(const Fragments<Config>& f,
                                             PartialOutput<Config, true>& partial, int warp) {
@@ -27,8 +21,6 @@ __device__ __forceinline__ void give_output(const Fragments<Config>& f,
         make_float4(f.o[4 * i], f.o[4 * i + 1], f.o[4 * i + 2], f.o[4 * i + 3]);
   }
   partial.rows[warp][lane] = make_float4(f.row_max[0], f.row_max[1], f.row_sum[0], f.row_sum[1]);
-  await_given(warp);
-  await_taken(warp);
 }
 
 // O and the sums of both parts, by the larger maximum.
@@ -36,7 +28,6 @@ template <class Config>
 __device__ __forceinline__ void add_output(Fragments<Config>& f,
                                            const PartialOutput<Config, true>& partial, int warp) {
   const int lane = threadIdx.x % 32;
-  await_given(warp);
   const float4 rows = partial.rows[warp][lane];
   const float other_max[2] = {rows.x, rows.y}, other_sum[2] = {rows.z, rows.w};
   float factor[2], other_factor[2];
@@ -56,7 +47,18 @@ __device__ __forceinline__ void add_output(Fragments<Config>& f,
     f.o[4 * i + 2] = f.o[4 * i + 2] * factor[1] + o.z * other_factor[1];
     f.o[4 * i + 3] = f.o[4 * i + 3] * factor[1] + o.w * other_factor[1];
   }
-  await_taken(warp);
+}
+
+// A warp of one part gives O to the warp of the other that has the same elements, and goes on once
+// that warp has added it. Both reach each barrier at one instruction, which synccheck asks for.
+template <class Config>
+__device__ __forceinline__ void exchange_output(Fragments<Config>& f,
+                                                PartialOutput<Config, true>& partial, int warp,
+                                                bool gives) {
+  if (gives) give_output<Config>(f, partial, warp);
+  ptx::barrier_sync(1 + warp, 64);
+  if (!gives) add_output<Config>(f, partial, warp);
+  ptx::barrier_sync(5 + warp, 64);
 }
 
 // Stores a warp's 16 rows through shared memory, in blocks of 64 columns. TMA clips them to the
