@@ -30,7 +30,7 @@ ifeq ($(strip $(NVCC)),yes)
 	  || echo "attnscope: no nvcc on this machine and none from the package index"
 endif
 	$(PY) setup.py --quiet build_ext --inplace
-	$(INSTALL) $(PACKAGE)
+	@test $(VENV)/.installed -nt pyproject.toml || { $(INSTALL) $(PACKAGE) && touch $(VENV)/.installed; }
 
 $(PY):
 	@if $(PYTHON) $(HAS_TORCH); then $(PYTHON) -m venv --system-site-packages $(VENV); \

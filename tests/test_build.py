@@ -69,6 +69,7 @@ def test_a_library_keeps_its_cuda_runtime_to_itself(library):
     assert re.findall(r"\b_*cuda\w+", defined) == []
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_one_wheel_serves_every_python(tmp_path):
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]

@@ -29,6 +29,11 @@ def attnscope(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+def printed(*arguments: str) -> str:
+    """What a command prints on stdout."""
+    return CliRunner().invoke(cli.build(arguments[0]), list(arguments)).stdout
+
+
 RECORD = str(ROOT / "benchmarks/results/h200/gqa-forward.json")
 PROBE = """
 import sys
@@ -141,10 +146,11 @@ def test_an_unknown_command_is_refused():
 
 def test_bench_writes_a_file_and_prints_a_table(tmp_path):
     path = tmp_path / "r.json"
-    code, out = attnscope(
+    arguments = [
         "bench", *SMALL, "--causal", "--impl", "naive,flash", "--output", str(path),
         "--time-budget", "0", "--dtype", "bf16",
-    )  # fmt: skip
+    ]  # fmt: skip
+    code, out = attnscope(*arguments)
     assert code == 0, out
     content = read_results(path)
     rows = content["rows"]
@@ -158,6 +164,8 @@ def test_bench_writes_a_file_and_prints_a_table(tmp_path):
     assert "GFLOP/s: dtype bf16, D 16, heads 2, batch 1, causal yes" in out
     assert "timer wall-clock; caches warm" in out
     assert "speed over sdpa-flash, geometric mean (workloads), S 32 to 48: naive" in out
+    again = json.loads(printed(*arguments, "--resume", "--json"))
+    assert again["rows"] == content["rows"] and again["env"]["device"] == "cpu"
     code, out = attnscope("export", str(path), str(tmp_path / "r.csv"))
     assert code == 0 and (tmp_path / "r.csv").read_text().startswith("impl,workload")
 
@@ -254,6 +262,15 @@ def test_check_fails_on_a_wrong_result_and_on_an_exception(monkeypatch):
         assert code == 1
         assert message in out and "bad: 0 of 2 passed" in out
         assert "sdpa-flash: 2 of 2 passed" in out
+    arguments = ["check", *SMALL, "--no-causal", "--impl", "sdpa-flash,bad", "--locate"]
+    found = json.loads(printed(*arguments, "--json"))
+    assert not found["passed"] and [row["passed"] for row in found["results"]] == [True, False] * 2
+    assert message in found["results"][1]["reason"]
+    lines = printed(*arguments, "--format", "markdown").splitlines()
+    assert "- bad: 0 of 2 passed" in lines
+    assert [line.split("|")[1].strip() for line in lines if " normal |" in line] == [
+        "FAIL", "FAIL", "pass", "pass",
+    ]  # fmt: skip
 
 
 def test_a_check_of_nothing_is_no_success():

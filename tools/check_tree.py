@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from import_rules import import_circles, import_order
-from word_list import words
+from word_list import statements, words
 
 # What a folder of csrc may include, besides the standard library, CUDA and this project. Device and
 # CPU code must not include torch; the binding may include the stable ABI only.
@@ -86,7 +86,7 @@ def budgets(root: Path, files: list[Path]) -> Iterator[Finding]:
             yield path, lines, f"has {lines} lines; allowed: {budget}"
         if path.suffix != ".py":
             continue
-        for node in ast.walk(ast.parse(text)):
+        for node in statements(ast.parse(text)):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             length = (node.end_lineno or node.lineno) - node.lineno + 1

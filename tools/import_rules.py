@@ -8,6 +8,8 @@ import ast
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from word_list import statements
+
 PACKAGE = "attnscope"
 FOLDER = Path("python") / PACKAGE
 Finding = tuple[Path, int, str]
@@ -49,7 +51,7 @@ def modules(files: Sequence[Path]) -> dict[str, Path]:
 
 def imports(text: str, known: dict[str, Path]) -> Iterator[tuple[str, int]]:
     """Modules of the package that a file imports, without the package itself, and the lines."""
-    for node in ast.walk(ast.parse(text)):
+    for node in statements(ast.parse(text)):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

@@ -9,6 +9,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 # Not covered: the list itself with its tests.
@@ -73,10 +74,25 @@ def cpp_prose(text: str) -> str:
     return "".join([*prose, blank(text[end:])])
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """A module's statements, nested ones included, and the module: `ast.walk` without what is
+    inside statements."""
+    yield node
+    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for child in getattr(node, field, ()):
+            yield from statements(child)
+
+
+@lru_cache(1)
+def tokens(text: str) -> list[tokenize.TokenInfo]:
+    return list(tokenize.generate_tokens(io.StringIO(text).readline))
+
+
+@lru_cache(1)
 def docstring_lines(text: str) -> set[int]:
     """The lines of a Python file that docstrings are on, from 0."""
     lines: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in statements(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if ast.get_docstring(node, clean=False) is not None:
                 first = node.body[0]
@@ -88,7 +104,7 @@ def python_prose(text: str) -> str:
     """The comments and docstrings of a Python file, on their lines; everything else is blank."""
     lines = text.splitlines()
     prose = [""] * len(lines)
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+    for token in tokens(text):
         if token.type == tokenize.COMMENT:
             prose[token.start[0] - 1] = token.string.lstrip("#")
     for at in docstring_lines(text):
@@ -116,7 +132,7 @@ def python_code(text: str) -> str:
     documented = docstring_lines(text)
     lines = [""] * len(text.splitlines())
     strings = {tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+    for token in tokens(text):
         for at, line in enumerate(token.string.splitlines(), token.start[0] - 1):
             if token.type == tokenize.NAME:
                 lines[at] += f" {spell_out(line)};"  # phrases end with a name

@@ -51,4 +51,19 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity) {
       : "memory");
 }
 
+// Whether the phase of this parity has completed. Does not wait. PTX ISA 9.7.13.15.16, sm_80.
+__device__ __forceinline__ bool mbarrier_test(uint32_t barrier, int parity) {
+  int completed;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.s32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(completed)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return completed != 0;
+}
+
 }  // namespace attnscope::ptx

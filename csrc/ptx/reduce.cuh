@@ -30,9 +30,9 @@ __device__ __forceinline__ void add_warp_quad(float* warp_floats, int lane, cons
 #endif
 }
 
-// Adds 1 after all accesses to memory before it. sm_70.
-__device__ __forceinline__ void release_add(int* global) {
-  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(global) : "memory");
+// Adds to a flag after all accesses to memory before it. sm_70.
+__device__ __forceinline__ void release_add(int* global, int value = 1) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(global), "r"(value) : "memory");
 }
 
 // A load before all accesses to memory after it. sm_70.

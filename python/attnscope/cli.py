@@ -6,16 +6,18 @@ import importlib
 import json
 import os
 import sys
-from typing import Annotated
 
 import typer
+
+from attnscope.common.forms import JSON, TERMINAL, AsJson, Form, form_of, printed
+from attnscope.common.options import bad_input
 
 # Command -> where it is, what it does.
 COMMANDS = {
     "bench": ("attnscope.bench.command:bench_command", "Time impls, gated by correctness."),
     "host-time": ("attnscope.bench.host_time:host_time_command", "Time the CPU side of a call."),
-    "check": ("attnscope.bench.command:check_command", "Compare impls with fp64."),
-    "compare": ("attnscope.bench.compare:compare_command", "Compare two result files."),
+    "check": ("attnscope.bench.check_command:check_command", "Compare impls with fp64."),
+    "compare": ("attnscope.bench.compare_command:compare_command", "Compare two result files."),
     "plot": ("attnscope.bench.plots:plot_command", "Draw the figures of a result file."),
     "export": ("attnscope.bench.command:export_command", "Write a result file as CSV or parquet."),
     "profile": ("attnscope.profile.command:profile_command", "Show where GPU time went."),
@@ -54,9 +56,7 @@ def build(wanted: str | None) -> typer.Typer:
     return app
 
 
-def env_command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
-) -> None:
+def env_command(form: Form = TERMINAL, as_json: AsJson = False) -> None:
     """Show what is installed, which impls run, what is missing and how to get it.
 
     Exit code 1 where something that the package needs is missing or broken.
@@ -67,11 +67,14 @@ def env_command(
     except ImportError as error:
         print(f"broken: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
+    with bad_input("env"):
+        form = form_of(form, as_json)
     examined = doctor.examine(availability)
-    if as_json:
+    if form == JSON:
         print(json.dumps(examined, indent=1))
     else:
-        doctor.print_examined(examined)
+        with printed(form, "env"):
+            doctor.print_examined(examined)
     if examined["broken"]:
         raise typer.Exit(1)
 

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from attnscope import __version__
 from attnscope._load import REBUILD, library_status
-from attnscope.common.console import console, say
+from attnscope.common.console import say, show_table
 from attnscope.common.tools import TOOLS, find_tool
 
 NVIDIA_PARAMS = Path("/proc/driver/nvidia/params")
@@ -161,9 +161,9 @@ def print_examined(found: dict[str, Any]) -> None:
     for note in found["notes"]:
         say(note)
     lines = [(i["name"], i["missing"] or "runs", i["about"]) for i in found["impls"]]
-    console().print(_table("impls", lines))
+    show_table(_table("impls", lines))
     tools = [(t["name"], t["missing"] or t["version"], t["path"] or "") for t in found["tools"]]
-    console().print(_table("tools", tools))
+    show_table(_table("tools", tools))
     say(f"hardware counters (ncu): {found['counters']}")
     for line in found["broken"]:
         say(f"broken: {line}", "red")

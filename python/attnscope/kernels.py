@@ -9,7 +9,8 @@ import typer
 from rich import box
 from rich.table import Table
 
-from attnscope.common.console import console, say
+from attnscope.common.console import say, show_table
+from attnscope.common.forms import JSON, TERMINAL, AsJson, Form, form_of, printed
 from attnscope.common.hardware.occupancy import sm_of_arch, theoretical_occupancy
 from attnscope.common.options import (
     HEAD_DIM,
@@ -233,7 +234,7 @@ def print_choice(call: Call, choice: dict[str, Any]) -> None:
     if choice["not_sm90"]:
         operation = choice["kernel"].partition("_")[2]
         say(f"not sm90_{operation}: {choice['not_sm90']}")
-    console().print(choice_table(tile))
+    show_table(choice_table(tile))
     at_most = "at most " if call.packed else ""
     waves = choice["tiles"] * tile.get("cluster", 1) / choice["resident_blocks"]
     size = f"{tile['block_n']} keys"
@@ -293,7 +294,8 @@ def kernels_command(
     backward: Annotated[
         bool, typer.Option("--backward", help="The tile that serves the call's backward.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
+    form: Form = TERMINAL,
+    as_json: AsJson = False,
 ) -> None:
     """Show the tiles of every CUDA kernel, or the tile that serves a call.
 
@@ -302,50 +304,41 @@ def kernels_command(
     makes; this needs no GPU. Exit code 2: bad input.
     """
     with bad_input("kernels"):
+        form = form_of(form, as_json)
         if head_dim is None and seq_len is None:
             others = (head_dim_v, kv_seq_len, batch, heads, kv_heads, sms, arch)
-            if (
-                any(o is not None for o in others)
-                or causal
-                or packed
-                or backward
-                or softcap
-                or window != "-1,-1"
-            ):
+            given = causal or packed or backward or softcap or window != "-1,-1"
+            if given or any(other is not None for other in others):
                 raise ValueError("head-dim, seq-len must be given with these options, got neither")
-            print_kernels(as_json)
+            print_kernels(form)
             return
         if head_dim is None or seq_len is None:
             raise ValueError("head-dim, seq-len must be given together, got one of them")
         capability, sms = device_facts(arch, sms)
         call = Call(
-            head_dim=head_dim,
-            head_dim_v=head_dim if head_dim_v is None else head_dim_v,
-            seqlen_q=seq_len,
-            seqlen_k=seq_len if kv_seq_len is None else kv_seq_len,
-            **call_sizes(head_dim, seq_len, batch, heads, kv_heads),
-            causal=causal,
-            window=parse_window(window),
-            packed=packed,
-            softcap=softcap,
-            sms=sms,
+            head_dim=head_dim, head_dim_v=head_dim if head_dim_v is None else head_dim_v,
+            seqlen_q=seq_len, seqlen_k=seq_len if kv_seq_len is None else kv_seq_len,
+            **call_sizes(head_dim, seq_len, batch, heads, kv_heads), causal=causal,
+            window=parse_window(window), packed=packed, softcap=softcap, sms=sms,
             capability=capability,
-        )
+        )  # fmt: skip
         choice = choose_backward(call) if backward else choose_forward(call)
-    if as_json:
+    if form == JSON:
         print(json.dumps({"call": call._asdict(), **choice}, indent=1))
-    else:
+        return
+    with printed(form, "kernels"):
         print_choice(call, choice)
 
 
-def print_kernels(as_json: bool) -> None:
+def print_kernels(form: str) -> None:
     """Print the tile table of this build, and whether its CUDA library is loaded."""
     from attnscope._load import library_status
 
     rows = kernel_rows()
-    if as_json:
+    if form == JSON:
         print(json.dumps(rows, indent=1))
         return
-    console().print(kernels_table(rows))
-    say("The tile that serves a call: attnscope kernels --head-dim 128 --seq-len 1024")
-    say(f"_C_cuda: {library_status()['_C_cuda']}")
+    with printed(form, "kernels"):
+        show_table(kernels_table(rows))
+        say("The tile that serves a call: attnscope kernels --head-dim 128 --seq-len 1024")
+        say(f"_C_cuda: {library_status()['_C_cuda']}")

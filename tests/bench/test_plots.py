@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from attnscope.bench.figures import STYLES, Kind, draw
 from attnscope.bench.impls import IMPLS
-from attnscope.bench.plots import conditions, footnotes, kinds, plot_file
+from attnscope.bench.plots import conditions, draw_file, footnotes, kinds, plot_file
 from attnscope.bench.series import Family, families, timed
 from attnscope.bench.tables import put_results, results_table
 from attnscope.bench.workloads import Workload, load_suite
@@ -376,7 +376,7 @@ def test_modes_have_figures_of_their_own(tmp_path: Path) -> None:
     text = (tmp_path / "paper-backward-throughput.svg").read_text()
     assert "Attention backward: throughput" in text
     write(tmp_path / "all.json", H200, [row for rows in in_mode.values() for row in rows])
-    stems = {path.stem for path in plot_file(tmp_path / "all.json", tmp_path)}
+    stems = {one.name for one in draw_file(tmp_path / "all.json")}
     assert stems == {f"all-{mode}-bf16-{kind}" for mode in in_mode for kind in
                      ("throughput", "ratio", "roof")}  # fmt: skip
     table = results_table(tmp_path / "all.json", tmp_path)

@@ -274,11 +274,11 @@ def test_the_longest_kernels_of_a_profile_are_chosen(fake: Path, tmp_path: Path)
     ]
     (tmp_path / "profile.json").write_text(json.dumps({"tables": {"kernels": rows}}))
     chosen = selection.choose(tmp_path, 2)
-    assert [(one.function, one.total_us, one.calls) for one in chosen] == [
+    assert [(one.name, one.total_us, one.calls) for one in chosen] == [
         ("gemm", 14.0, 4), ("relu.kernel", 12.0, 2),
     ]  # fmt: skip
     assert selection.pattern(chosen) == r"^(gemm|relu\.kernel)$"
-    assert [one.function for one in selection.choose(tmp_path, 9, "mlp")] == ["gemm"]
+    assert [one.name for one in selection.choose(tmp_path, 9, "mlp")] == ["gemm"]
     done = command("--output", str(fake), "--top", "2", "--from", str(tmp_path), "--", "true")
     assert done.exit_code == 0, done.output
     assert "chosen from" in done.stdout and "gemm, 14 us in 4 launches" in done.stdout
@@ -295,11 +295,28 @@ def test_the_longest_kernels_of_an_nsys_folder_are_chosen(tmp_path: Path) -> Non
         made.kernel(name, at, 100 * at, 100 * at + us)
     made.save(tmp_path / "report.sqlite")
     found = selection.choose(tmp_path, 5)
-    assert [(one.function, one.total_us) for one in found] == [("gemm", 70.0), ("relu", 60.0)]
-    assert [one.function for one in selection.choose(tmp_path, 5, "inside")] == ["gemm"]
+    assert [(one.name, one.total_us) for one in found] == [("gemm", 70.0), ("relu", 60.0)]
+    assert [one.name for one in selection.choose(tmp_path, 5, "inside")] == ["gemm"]
     assert [one.calls for one in selection.choose(tmp_path / "report.sqlite", 1)] == [2]
     with pytest.raises(ValueError, match="got 'other'"):
         selection.choose(tmp_path, 1, "other")
+
+
+def test_instances_of_a_template_are_chosen_apart_where_nsys_has_mangled_names(
+    fake: Path, tmp_path: Path
+) -> None:
+    made = MadeReport()
+    for name, at, us in (("_Z4gemmILi1EEvv", 10, 40), ("_Z4gemmILi2EEvv", 20, 30),
+                         ("nvjet_tst_64x8", 30, 35)):  # fmt: skip
+        made.kernel(name, at, 100 * at, 100 * at + us)
+    made.save(tmp_path / "report.sqlite")
+    record = str(tmp_path / "report.sqlite")
+    done = command("--output", str(fake), "--top", "2", "--from", record, "--", "true")
+    assert done.exit_code == 0, done.output
+    assert "gemm<1>, 40 us in 1 launches" in done.stdout
+    called = (tmp_path / "calls").read_text()
+    assert "--kernel-name-base mangled" in called
+    assert "regex:^(_Z4gemmILi1EEvv|nvjet_tst_64x8)$" in called
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,15 @@ def test_the_roofline_of_real_kernels(kernels: list[Kernel]) -> None:
     assert roofline.point_of(kernel(time_ns=1)) is None
 
 
+def test_kernels_without_a_counted_flop_are_not_on_the_roofline(kernels: list[Kernel]) -> None:
+    peaks = {"dram_peak": 1504.0, "memory_clock_hz": 3e9}
+    copy = kernel(time_ns=1e3, dram_bytes=1e6, tensor_bf16=0.0, **peaks)
+    assert copy.flops == (0, 0) and roofline.point_of(copy) is None
+    section = next(one for one in document([copy, kernels[0]], "t", []).sections
+                   if one.title == "Roofline")  # fmt: skip
+    assert len(section.rows) == 1 and "without a counted FLOP are left out: 1" in section.notes[0]
+
+
 def test_models_against_counters(kernels: list[Kernel], tmp_path: Path) -> None:
     known = models.read_models(FOLDER / "models.json")
     found = {row["range"]: row for row in models.table(kernels, known)}

@@ -2,16 +2,19 @@
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from attnscope import cli
 from attnscope.common.tools import find_tool
 from attnscope.nsight import ncu
 from attnscope.nsight.analysis import Analysis
 from attnscope.nsight.nsys import NsysSettings, record
-from attnscope.nsight.selection import choose, pattern
+from attnscope.nsight.selection import choose
 
 PROGRAM = Path(__file__).parents[1] / "support/gated_training.py"
 RANGE = "measure@attnscope"
@@ -47,12 +50,33 @@ def test_the_gated_report_has_the_gated_kernels_and_no_others(tmp_path):
 @pytest.mark.slow
 def test_ncu_profiles_the_longest_kernels_that_nsys_found(tmp_path):
     """Those of the backward too, which autograd's thread launches."""
-    command = [sys.executable, str(PROGRAM), "4"]
-    record(NsysSettings(command=command, range=RANGE, probe=False), tmp_path / "nsys")
+    program = [sys.executable, str(PROGRAM), "4", "1"]
+    record(NsysSettings(command=program, range=RANGE, probe=False), tmp_path / "nsys")
     chosen = choose(tmp_path / "nsys", 3, RANGE)
-    settings = ncu.Settings(
-        command=command, sets=["sol"], ranges=[RANGE], kernels=[pattern(chosen)], replay="kernel"
-    )
-    kernels = ncu.record(settings, tmp_path / "ncu", None)
-    assert {one.function for one in kernels} == {one.function for one in chosen}
-    assert len(kernels) == sum(one.calls for one in chosen)
+    arguments = ["--top", "3", "--from", str(tmp_path / "nsys"), "--range", RANGE, "--set", "sol"]
+    arguments += ["--output", str(tmp_path / "ncu"), "--", *program]
+    done = CliRunner().invoke(cli.build("ncu"), ["ncu", *arguments])
+    assert done.exit_code == 0, done.output
+    assert all(f"{one.shown}, " in done.output for one in chosen)
+    kernels = ncu.read(tmp_path / "ncu")
+    assert Counter(one.name for one in kernels) == {one.shown: one.calls for one in chosen}
+
+
+@pytest.mark.slow
+def test_the_captures_asked_for_are_analysed_together(tmp_path):
+    command = [sys.executable, str(PROGRAM), "4", "1"]
+    settings = NsysSettings(command=command, range="step@attnscope", captures=2)
+    found = record(settings, tmp_path / "two")
+    of = Analysis(found.recording)
+    assert [(one.names[-1][0], one.count) for one in of.stages] == [("step", 2)]
+    assert "only the first 2 of 5 ranges step@attnscope were recorded" in found.notes[0]
+    assert len(names(of)) % 2 == 0 and len(list((tmp_path / "two").glob("*.nsys-rep"))) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", ["nsys", "ncu"])
+def test_a_range_that_no_kernel_is_in_is_an_error_with_those_that_exist(tool, tmp_path):
+    arguments = ["--range", "absent", "--output", str(tmp_path / "run"), "--", sys.executable]
+    done = CliRunner().invoke(cli.build(tool), [tool, *arguments, str(PROGRAM), "4", "1"])
+    assert done.exit_code in (1, 2)
+    assert "absent" in done.output and "measure@attnscope" in done.output

@@ -1,5 +1,6 @@
 """Where a result goes wrong: planted NaN, overflow, leaks, masks, by element, tile and cause."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -83,6 +84,20 @@ def test_overflow_of_the_weights() -> None:
     found = locate_forward(q, k, v, out.transpose(1, 2).contiguous(), block=BLOCK)
     assert found is not None and found.cause.startswith("overflow of P in float16: the score")
     assert "past 11.09" in found.cause and found.fp32.startswith("yes: finite")
+
+
+def test_scores_so_large_that_a_step_of_fp32_moves_the_result() -> None:
+    q, k, v = tensors()
+    q, k = q * 400, k * 400
+    k[:, 1::2] = k[:, ::2]  # two keys share each row's weight
+    of_group = k.repeat_interleave(2, 2).double()
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), of_group) * 32**-0.5
+    steps = scores.abs() * torch.finfo(torch.float32).eps
+    weights = (scores + steps * (-1.0) ** torch.arange(64)).softmax(-1)
+    out = torch.einsum("bhqk,bkhd->bqhd", weights, v.repeat_interleave(2, 2).double())
+    found = locate_forward(q, k, v, out.half(), block=BLOCK)
+    assert found is not None and found.fp32.startswith("yes: finite")
+    assert re.match(r"rounding of the scores in fp32: at .* a step is 0\.\d+, which", found.cause)
 
 
 def test_an_element_that_no_number_explains() -> None:
@@ -170,6 +185,10 @@ def test_the_command_on_saved_tensors(tmp_path: Path) -> None:
     (tmp_path / "other.pt").write_text("x")
     code, text = command("--locate", "--inputs", str(tmp_path / "other.pt"))
     assert code == 2 and "inputs must be a file of torch.save" in text
+    code, text = command("--locate", "--inputs", str(tmp_path / "call.pt"), "--impl", "cpu",
+                         "--json")  # fmt: skip
+    (found,) = json.loads(text)["results"]
+    assert code == 1 and not found["finite"] and found["location"]["want"] == "inf"
     code, text = command("--inputs", str(tmp_path / "call.pt"))
     assert code == 2 and "--inputs must be with --locate" in text
 
@@ -193,6 +212,11 @@ def test_the_command_on_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
                          "naive", "--no-causal", "--locate")  # fmt: skip
     assert code == 1
     assert "out[0, 37, 1, 4] is nan, fp64 has" in text and "cause: not in the numbers" in text
+    code, text = command("--seq-lengths", "64", "--head-dim", "32", "--heads", "2", "--impl",
+                         "naive", "--no-causal", "--locate", "--json")  # fmt: skip
+    (found,) = json.loads(text)["results"]
+    assert code == 1 and not found["passed"]
+    assert found["location"]["index"] == [0, 37, 1, 4] and found["location"]["got"] == "nan"
 
 
 @pytest.mark.gpu

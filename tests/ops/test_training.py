@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from statistics import fmean, stdev
 from typing import Any
 
@@ -185,12 +186,15 @@ SMALL = Shape(head_dim=32, length=64)
 DRY = 40  # steps, at the end of which it has learned a little
 
 
+@cache
+def dry_losses(backend: SDPBackend, dtype: torch.dtype | None) -> list[float]:
+    return losses(SMALL, sdpa(backend), dtype, "cpu", DRY, seed=0)
+
+
 def test_in_float32_all_attention_gives_one_curve() -> None:
     """The logic of the test below, on the CPU: the runs differ in attention alone."""
-    truth, got = (
-        losses(SMALL, call, None, "cpu", DRY, seed=0)
-        for call in (sdpa(SDPBackend.MATH), ours("cpu"))
-    )
+    truth = dry_losses(SDPBackend.MATH, None)
+    got = losses(SMALL, ours("cpu"), None, "cpu", DRY, seed=0)
     assert truth[-1] < truth[0] - 0.2
     assert distance(got, truth, 10) < 1e-5
     other = losses(SMALL, ours("cpu"), None, "cpu", DRY, seed=1)
@@ -203,14 +207,8 @@ def test_a_wrong_gradient_is_far_away(lost: str | None) -> None:
         k, v = (t.detach() if name == lost else t for name, t in (("k", k), ("v", v)))
         return attention(q, k, v, causal=True, impl="cpu")
 
-    truth, flash, got = (
-        losses(SMALL, call, dtype, "cpu", DRY, seed=0)
-        for call, dtype in (
-            (sdpa(SDPBackend.MATH), None),
-            (sdpa(SDPBackend.FLASH_ATTENTION), BF16),
-            (attend, BF16),
-        )
-    )
+    truth, flash = dry_losses(SDPBackend.MATH, None), dry_losses(SDPBackend.FLASH_ATTENTION, BF16)
+    got = losses(SMALL, attend, BF16, "cpu", DRY, seed=0)
     over = distance(got, truth, 10) / distance(flash, truth, 10)
     assert over > 10 if lost else over < 3
 

@@ -30,12 +30,15 @@ from attnscope.triton import forward as op  # noqa: E402
 from attnscope.triton.forward_kernel import forward_kernel  # noqa: E402
 
 
-def test_interpreted_kernel():
-    tests = Path(__file__).parents[1] / "support" / "interpreted_triton.py"
+@pytest.mark.long
+def test_interpreted_kernels():
+    """Forward and backward in one new process: the interpreter is chosen when Triton loads."""
+    support = Path(__file__).parents[1] / "support"
+    tests = [str(support / f"interpreted_triton{part}.py") for part in ("", "_backward")]
     # The matrices are small: numpy's threads would cost more time than they save.
     settings = {"TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1"}
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(tests)],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
         env=os.environ | settings,
         capture_output=True,
         text=True,

@@ -1,11 +1,11 @@
-"""The Triton backward without a GPU: interpreted, traced, compiled, and its launches."""
+"""The Triton backward without a GPU: traced, compiled, and its launches.
+
+test_triton.py runs it in the interpreter.
+"""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,18 +30,6 @@ from attnscope.triton import (  # noqa: E402
 )
 
 OPTIONS: dict[str, Any] = {"scale": 0.25, "causal": True}
-
-
-def test_interpreted_kernels():
-    tests = Path(__file__).parents[1] / "support" / "interpreted_triton_backward.py"
-    settings = {"TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(tests)],
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
 
 
 def compile_for(arch: int, kind: str, head_dim: int, head_dim_v: int, **flags: Any) -> Compiled:

@@ -297,6 +297,21 @@ def test_shapes_stacks_and_memory_are_there_when_asked_for() -> None:
     assert memory.loc["aten::mm"].allocated_bytes == 8 * 8 * 4
 
 
+def test_a_record_is_the_same_with_and_without_pytorchs_own_table() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Conv1d(4, 4, 3))
+    found = []
+    for averages in (True, True, False):  # the first call of an op differs
+        one = recorder.Recorder("both", recorder.Options(), averages)
+        one.start()
+        net(torch.ones(4, 4, 8)).sum().backward()
+        trace = one.stop().trace
+        # Neither times nor numbers that go on from one recording to the next.
+        same = dict.fromkeys(("start", "end", "external_id", "sequence"), 0)
+        cpu = [dataclasses.replace(event, **same) for event in trace.cpu]
+        found.append((cpu, [event.sequence >= 0 for event in trace.cpu], len(trace.arrows)))
+    assert found[1] == found[2] and len(found[1][0]) > 20 and found[1][2]
+
+
 def test_expected_launches_are_checked_by_name_and_number() -> None:
     found = Profile.read(RECORDED / "ops.json.gz")
     found.expect("attnscope::forward", 3)

@@ -2,6 +2,8 @@
 
 import gc
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ from typer.testing import CliRunner
 
 from attnscope.cli import build
 from attnscope.profile.attribution.audit import Audit
+from attnscope.profile.render import formats
 from attnscope.profile.trace.events import CpuEvent
 
 SCRIPT = """
@@ -421,12 +424,50 @@ def test_a_second_profiler_in_the_script_is_an_error(how: str, tmp_path: Path) -
 
 
 def test_a_record_that_cannot_be_read_is_not_the_fault_of_the_script(
-    script: str, monkeypatch: pytest.MonkeyPatch
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(source: Path) -> None:
         raise KeyError("ours")
 
     monkeypatch.setattr("attnscope.profile.record.recorder.read_trace", broken)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     code, out = run(script)
     assert code == 1 and "the record cannot be read: KeyError: 'ours'" in out
     assert "Traceback" not in out
+    (kept,) = tmp_path.glob("attnscope-profile-*/my_script.json")
+    assert f"PyTorch's trace is kept: {kept}" in out and json.loads(kept.read_text())
+
+
+def test_a_format_that_fails_costs_no_other_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(profile: object, folder: Path) -> list[Path]:
+        raise RuntimeError("mine")
+
+    monkeypatch.setitem(formats.FORMATS, "json", broken)
+    arguments = ["--trace", str(RECORDED / "raw.json.gz"), "--output", str(tmp_path)]
+    result = CliRunner().invoke(build("profile"), ["profile", *arguments])
+    assert result.exit_code == 1 and str(result.exception) == "mine"
+    assert "44.7 % of 6.016 us GPU time owned by ops" in result.output
+    for file in ("profile.html", "profile.md", "trace.json", "operators.csv"):
+        assert (tmp_path / file).stat().st_size > 0
+
+
+def test_a_process_that_is_killed_after_the_script_says_so(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os, signal, torch\nfrom attnscope.profile.render import formats\n"
+        "def kill(*arguments):\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "formats.FORMATS['html'] = kill\ntorch.ones(8, 8) @ torch.ones(8, 8)\n"
+    )
+    command = [sys.executable, "-m", "attnscope", "profile", "--output", "out", "script.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    assert "profile: the process ended in this step: writing html in " in done.stderr
+    assert done.returncode == -signal.SIGKILL
+    assert (tmp_path / "out" / "profile.json").stat().st_size > 0
+    (trace,) = tmp_path.glob("attnscope-profile-*/script.json")
+    assert str(tmp_path / "attnscope-profile-*" / "*.json") in done.stderr
+    code, out = run("--trace", str(trace))
+    assert code == 0 and "aten::mm" in out

@@ -1,7 +1,6 @@
 """Recording some steps of a training loop: which ones, their ends, effects on the program."""
 
 import json
-import subprocess
 import sys
 import threading
 import time
@@ -390,8 +389,8 @@ def test_a_loop_in_another_thread_is_an_error_and_the_script_ends(tmp_path: Path
 def test_a_loop_in_another_thread_ends_where_interrupts_are_ignored(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(f"{THREADED}threading.Thread(target=loop).start()\n")
-    command = [sys.executable, "-m", "attnscope", "profile", "--steps", "2:3", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=uninterruptible)
+    command = ("-m", "attnscope", "profile", "--steps", "2:3", str(script))
+    done = run_python(*command, prepare=uninterruptible)
     assert done.returncode == 2 and "took 5" in done.stdout
     assert done.stderr.count("got a step on another thread") == 2  # at once, at the end
 

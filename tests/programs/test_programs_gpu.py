@@ -1,6 +1,8 @@
 """The profiler beside nsys on whole programs: equal kernel counts, GPU time within half a percent.
 
-Each program of this folder runs once under each of the two; neither sees the other.
+Each program of this folder runs once under each of the two; neither sees the other. The run ends
+with a table of what each found (conftest.py). Workers may share a GPU (alone.py); tests of other
+folders beside these disturb the times.
 """
 
 import json
@@ -23,6 +25,7 @@ from attnscope.profile import Profile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 PROGRAMS = Path(__file__).parent
+ROW = "beside nsys"  # the property of a test that is a row of the table: see conftest.py
 TOLERANCE = 0.005  # of the GPU time
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 HOST_S = 0.5  # by which the start of a process varies
@@ -58,6 +61,11 @@ def run(*command: str, folder: Path) -> str:
 def program(case: str) -> list[str]:
     name, *arguments = case.split()
     return [str(PROGRAMS / name), *arguments]
+
+
+def alone(case: str) -> list[str]:
+    """A program that waits until no other one uses its GPU."""
+    return [str(PROGRAMS / "alone.py"), *program(case)]
 
 
 def nsys_report(folder: Path, command: list[str]) -> Path:
@@ -96,15 +104,26 @@ def record(folder: Path, command: list[str]) -> dict[str, Any]:
     return found
 
 
-def agree(case: str, ours: tuple[int, float], theirs: tuple[int, int], share: float) -> bool:
-    """Whether the times agree, after a line about them; different counts fail at once."""
-    ratio = ours[1] / theirs[1]
-    print(
-        f"{case:28} kernels {ours[0]:6,} and {theirs[0]:6,}, GPU time {ours[1] / 1e6:9.3f} and "
-        f"{theirs[1] / 1e6:9.3f} ms, ratio {ratio:.4f}, owned {share:.2%}"
-    )
-    assert ours[0] == theirs[0], f"kernels: {ours[0]} by the profiler, {theirs[0]} by nsys"
-    return abs(ratio - 1) <= TOLERANCE
+Row = tuple[str, ...]
+
+
+Agree = Callable[[str, tuple[int, float], tuple[int, int], float], bool]
+
+
+@pytest.fixture
+def agree(record_property: Callable[[str, object], None]) -> Agree:
+    """Whether kernels and nanoseconds agree, after a row for the table about them and the owned
+    share; different counts fail at once."""
+
+    def compare(case: str, ours: tuple[int, float], theirs: tuple[int, int], share: float) -> bool:
+        ratio = ours[1] / theirs[1]
+        times = [f"{ns / 1e6:.3f}" for ns in (ours[1], theirs[1])]
+        counts = [f"{count:,}" for count in (ours[0], theirs[0])]
+        record_property(ROW, [case, *counts, *times, f"{ratio:.4f}", f"{share:.2%}"])
+        assert ours[0] == theirs[0], f"kernels: {ours[0]} by the profiler, {theirs[0]} by nsys"
+        return abs(ratio - 1) <= TOLERANCE
+
+    return compare
 
 
 def assert_agrees(compare: Callable[[], bool], runs: int = 2) -> None:
@@ -114,26 +133,26 @@ def assert_agrees(compare: Callable[[], bool], runs: int = 2) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_counts_and_time_are_those_of_nsys(case: str, tmp_path: Path) -> None:
+def test_counts_and_time_are_those_of_nsys(case: str, tmp_path: Path, agree: Agree) -> None:
     if case == "hugging_face.py" and find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
     if "--compile" in case:
-        run(sys.executable, *program(case), folder=tmp_path)  # fills the caches
+        run(sys.executable, *alone(case), folder=tmp_path)  # fills the caches
 
     def compare() -> bool:
-        found = record(tmp_path, program(case))
+        found = record(tmp_path, alone(case))
         owned = found["attribution"]
         assert found["incomplete"] is None and found["lint"]["trusted"], found["lint"]
         ours = (owned["kernels"], owned["total_us"] * 1e3)
-        theirs = nsys_kernels(tmp_path, program(case))
+        theirs = nsys_kernels(tmp_path, alone(case))
         assert owned["share"] >= CASES[case]
         return agree(case, ours, theirs, owned["share"])
 
     assert_agrees(compare)
 
 
-def test_a_trace_that_a_script_recorded_itself_is_read(tmp_path: Path) -> None:
-    script = program("own_profiler.py")
+def test_a_trace_that_a_script_recorded_itself_is_read(tmp_path: Path, agree: Agree) -> None:
+    script = alone("own_profiler.py")
 
     def compare() -> bool:
         run(sys.executable, *script, str(tmp_path / "own.json"), folder=tmp_path)
@@ -194,7 +213,7 @@ def record_ranks(folder: Path, script: list[str]) -> dict[str, Any]:
 
 
 @TWO_GPUS
-def test_ddp_on_two_gpus_is_what_nsys_sees(tmp_path: Path) -> None:
+def test_ddp_on_two_gpus_is_what_nsys_sees(tmp_path: Path, agree: Agree) -> None:
     # One bucket: collectives slow the kernels beside them, differently in each run.
     script = program("ddp_two_gpus.py 30 0 1000")
 

@@ -16,6 +16,7 @@ from ring_model import (
     Role,
     Step,
     arrive,
+    assert_sound,
     choose,
     copy,
     expect,
@@ -408,12 +409,6 @@ class Turns:
         yield together(before, write(self.sums[i], n))
         yield arrive(self.empty[i], n, reads=self.dq[i])
         return True
-
-
-def assert_sound(model: Model) -> None:
-    result = explore(model)
-    print(result)  # the number of states
-    assert not result.failure, result
 
 
 def slow(*values: object) -> object:

@@ -17,6 +17,7 @@ from ring_model import (
     Role,
     Step,
     arrive,
+    assert_sound,
     choose,
     copy,
     expect,
@@ -267,12 +268,6 @@ class WholeKernel(TilesAndQueries):
         if self.splits:
             barriers, buffers = (*barriers, self.met, self.parted), (*buffers, self.partial)
         return Model(rings.roles, (*rings.buffers, *buffers), (*rings.barriers, *barriers))
-
-
-def assert_sound(model: Model) -> None:
-    result = explore(model)
-    print(result)  # the number of states
-    assert not result.failure, result
 
 
 def slow(*values: object) -> object:

@@ -396,7 +396,7 @@ def ptx(request, nvcc, tmp_path_factory):
         del variants["planted-race"]
     for variant, defines in variants.items():
         out = folder / f"{variant}.ptx"
-        flags = ["-std=c++17", "-O3", f"-I{ROOT / 'csrc'}", "-arch=compute_90a", "--ptx"]
+        flags = ["-std=c++17", "-Xcicc=-O0", f"-I{ROOT / 'csrc'}", "-arch=compute_90a", "--ptx"]
         result = subprocess.run(
             [str(nvcc), *flags, *(f"-D{name}" for name in defines), "-o", str(out), str(source)],
             capture_output=True,
@@ -407,27 +407,31 @@ def ptx(request, nvcc, tmp_path_factory):
     return texts
 
 
+@pytest.mark.long
 def test_every_variant_compiles_to_a_kernel_of_its_own(ptx):
     assert len(set(ptx.values())) == len(ptx) >= 4
 
 
+@pytest.mark.long
 def test_delays_are_in_the_variants_that_have_them_alone(ptx):
     delayed = {name for name, text in ptx.items() if "g_faults" in text}
     assert delayed == {name for name in ptx if name.startswith("faults")}
     assert {name for name, text in ptx.items() if "%clock" in text} == delayed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ptx", ["forward"], indirect=True)
 def test_the_planted_race_is_one_wait_less(ptx):
     waits = {name: text.count("mbarrier.try_wait") for name, text in ptx.items()}
     assert waits["planted-race"] == waits["normal"] - 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ptx", ["backward"], indirect=True)
 def test_the_unguarded_build_adds_out_of_turn(ptx):
-    """Each wait for a turn is a loop of ld.acquire."""
-    unguarded = {name for name, text in ptx.items() if "ld.acquire" not in text}
-    assert unguarded == {"faults-unguarded"}
+    """Each wait for a turn is a loop of ld.acquire; so are waits for a first part of dQ."""
+    waits = {name: text.count("ld.acquire") for name, text in ptx.items()}
+    assert {name for name in ptx if waits[name] < waits["normal"]} == {"faults-unguarded"}
 
 
 CLOCKS = "CLOCK|GLOBALTIMER|VIRTUALSMID"  # of delays, and of the timeline

@@ -10,10 +10,15 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-PRELOADED = ["torch", "attnscope.profile"]  # as the studies do: neither touches the GPU
+import torch
+
+from attnscope.studies.isolation import PRELOADED
+
+if not torch.cuda.is_available():
+    PRELOADED.append("torch._dynamo")  # the first optimizer of a process imports it: 1.3 s
 
 
 def run_python(
@@ -21,8 +26,12 @@ def run_python(
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
     timeout: float = 120,
+    prepare: Callable[[], None] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """What `subprocess.run([sys.executable, *arguments])` returns: `-m module` or a script."""
+    """What `subprocess.run([sys.executable, *arguments])` returns: `-m module` or a script.
+
+    `prepare` runs in the new process first.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
@@ -30,7 +39,7 @@ def run_python(
         where = (str(cwd or Path.cwd()), dict(os.environ if env is None else env))
         for path in paths:
             Path(path).touch()
-        process = context.Process(target=_child, args=(arguments, paths, *where))
+        process = context.Process(target=_child, args=(arguments, paths, *where, prepare))
         process.start()
         process.join(timeout)
         if process.exitcode is None:
@@ -42,8 +51,14 @@ def run_python(
 
 
 def _child(
-    arguments: tuple[str, ...], paths: list[str], cwd: str, environment: dict[str, str]
+    arguments: tuple[str, ...],
+    paths: list[str],
+    cwd: str,
+    environment: dict[str, str],
+    prepare: Callable[[], None] | None,
 ) -> None:
+    if prepare is not None:
+        prepare()
     for stream, path in zip((sys.stdout, sys.stderr), paths, strict=True):
         file = os.open(path, os.O_WRONLY | os.O_CREAT)
         os.dup2(file, stream.fileno())

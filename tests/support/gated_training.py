@@ -1,7 +1,7 @@
-"""A training loop of some hundred steps, one of them in the range `measure` of `attnscope`.
+"""A training loop of some hundred steps, each in the range `step` of `attnscope`.
 
-test_nsys_gpu.py records it with and without a gate:
-`python tests/support/gated_training.py [STEPS]`
+One of them is in the range `measure` too. test_nsys_gpu.py records it with and without a gate:
+`python tests/support/gated_training.py [STEPS [LAYERS]]`
 """
 
 import sys
@@ -11,8 +11,9 @@ from torch import nn
 
 from attnscope.profile import annotate
 
-WIDTH, HEADS, LAYERS, LENGTH, BATCH = 256, 4, 6, 256, 8
+WIDTH, HEADS, LENGTH, BATCH = 256, 4, 256, 8
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 300
+LAYERS = int(sys.argv[2]) if len(sys.argv) > 2 else 6
 
 torch.manual_seed(0)
 layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True)
@@ -21,6 +22,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 x = torch.randn(BATCH, LENGTH, WIDTH, device="cuda")
 
 
+@annotate("step")
 def step() -> torch.Tensor:
     with torch.autocast("cuda", torch.bfloat16):
         loss = (model(x) - x).square().mean()

@@ -19,7 +19,10 @@ assert INTERPRETED, "set TRITON_INTERPRET=1"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TARGET = Target("triton", "cpu", FP16)
 # Tens of thousands of programs, or lengths that take the path of those that are kept.
-SLOW = re.compile(r"many_|left_window_counts_its_keys-(0|127|512)|any_finite_scale-2")
+SLOW = re.compile(
+    r"many_|left_window_counts_its_keys-(0|127|512)|any_finite_scale-2|zero_length_segments-128"
+    r"|views_give_the_bits_of_copies-heads first"
+)
 QUICK = [case for case in CASES if not SLOW.match(case.id)]
 
 
@@ -87,7 +90,7 @@ def test_query_heads_share_keys():
 
 
 # The calls that differ for the op itself; the CPU kernel's op is checked with all.
-@pytest.mark.parametrize("name", ["plain", "packed", "value dim", "no keys"])
+@pytest.mark.parametrize("name", ["packed", "value dim", "no keys"])
 def test_opcheck(name):
     args, kwargs = op_call(TARGET, name)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")

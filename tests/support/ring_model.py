@@ -524,3 +524,9 @@ def describe(op: Op | None) -> str:
 
 def explore(model: Model, max_states: int = 2_000_000) -> Result:
     return Explorer(model).explore(max_states)
+
+
+def assert_sound(model: Model) -> None:
+    result = explore(model)
+    print(result)  # the number of states
+    assert not result.failure, result

@@ -468,6 +468,7 @@ def built() -> tuple[Path, list[dict], float]:
         pytest.skip(str(error))
 
 
+@pytest.mark.long
 def test_the_instrumented_kernel_compiles_and_spills_little(built):
     """Within the register budget of the normal kernel, without a ptxas warning (`build`)."""
     path, usage, seconds = built
@@ -493,12 +494,14 @@ def test_the_tile_of_a_call_has_what_a_recording_needs():
     assert library.tile_of(pairs, 132)["heads_per_tile"] == 2
 
 
+@pytest.mark.long
 def test_the_instrumented_library_refuses_another_tile(built):
     """The sources' tile table may differ from the installed build's; the launch compares them."""
     assert b"the sources choose another tile than the installed build" in built[0].read_bytes()
     assert library.Instrumented(built[0]) is not None  # it exports what Python calls
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("nm") is None, reason="no nm")
 def test_libraries_side_by_side_share_no_table(built):
     """The dynamic linker merges `inline` variables of all libraries in a process: both libraries
@@ -511,6 +514,7 @@ def test_libraries_side_by_side_share_no_table(built):
         assert not shared, path
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sass.cuobjdump() is None, reason="no cuobjdump")
 @pytest.mark.parametrize("rows", [128, 192])
 def test_marks_stand_where_states_begin(built, rows):

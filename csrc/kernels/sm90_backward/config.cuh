@@ -78,12 +78,21 @@ constexpr int64_t block_count(bool packed, int64_t total, int length, int64_t ba
   return batch * ((int64_t{length} + rows - 1) / rows);
 }
 
+// Whether who comes first to a block of dQ stores its part, and nobody zeroes dQ before, see
+// claims.cuh. Without a right bound the tiles of a head all start at the same block, and would
+// wait.
+inline bool stores_first_part(const BackwardParams& params) {
+  return !kBackwardTiles[backward_tile(params.forward)].wide() &&
+         (params.deterministic || params.forward.window_right >= 0);
+}
+
 // Parts of the workspace, as offsets in bytes. Per query head and block of queries:
 //   statistics  block_m floats log2(e) lse, then block_m floats delta
 //   gradient    dQ / scale in fp32, in the order of the accumulators, see kernel.cuh
 //   tickets     deterministic calls: for each part of dQ, how many key blocks have added
+//   claims      if the first part of dQ is stored: whether it is, see claims.cuh
 struct BackwardWorkspace {
-  int64_t statistics, gradient, tickets, counter, bytes;
+  int64_t statistics, gradient, tickets, claims, counter, bytes;
 };
 
 inline BackwardWorkspace backward_layout(const BackwardParams& params) {
@@ -95,7 +104,8 @@ inline BackwardWorkspace backward_layout(const BackwardParams& params) {
   BackwardWorkspace w{};
   w.gradient = aligned(blocks * t.block_m * 2 * 4);
   w.tickets = w.gradient + aligned(blocks * t.block_m * t.head_dim * 4);
-  w.counter = w.tickets + aligned(params.deterministic ? blocks * t.tickets() * 4 : 0);
+  w.claims = w.tickets + aligned(params.deterministic ? blocks * t.tickets() * 4 : 0);
+  w.counter = w.claims + aligned(stores_first_part(params) ? blocks * 4 : 0);
   w.bytes = w.counter + 256;
   return w;
 }

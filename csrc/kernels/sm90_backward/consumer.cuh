@@ -63,8 +63,9 @@ class BackwardConsumer {
   }
 
   // A step in which some query sees a key of this consumer. In flight at once: S(i), dP(i); then
-  // dV(i), dK(i). P(i) is computed beside dP(i). A fence waits for this thread's writes to shared
-  // memory: it comes after a product that does not need it, and takes less of the time.
+  // dV(i), dK(i). P(i) is computed beside dP(i), and with early values dS(i) beside dV(i). A fence
+  // waits for this thread's writes to shared memory: it comes after a product that does not need
+  // it, and takes less of the time.
   __device__ __forceinline__ void accumulate() {
     const Ring slot(step);
     Scores p, dp;
@@ -78,13 +79,18 @@ class BackwardConsumer {
     ptx::pin_registers(p);
     probabilities(p, packed_p, lse);
     ColumnPairs<kBlockM / 8> delta(s.delta[slot.stage]);
-    ptx::wgmma_wait<0>();
+    if constexpr (Config::kEarlyValues) {
+      issue_key_gradient<Config>(dv, packed_p, queries(s.dout, slot));
+    }
+    ptx::wgmma_wait<Config::kEarlyValues ? 1 : 0>();
     ptx::pin_registers(dp);
     release_if(s.v_empty[ValueRing(tiles).stage], step + 1 == last);
     score_gradients(p, packed_p, dp, packed_ds, delta);
     await_score_buffer();
     store_scores<Config>(ptx::shared_address(s.ds[buffer()][consumer]), packed_ds);
-    issue_key_gradient<Config>(dv, packed_p, queries(s.dout, slot));
+    if constexpr (!Config::kEarlyValues) {
+      issue_key_gradient<Config>(dv, packed_p, queries(s.dout, slot));
+    }
     ptx::fence_proxy_async();
     inject(Fault::kScores, 2 * step);
     release(s.ds_full[step & 1]);

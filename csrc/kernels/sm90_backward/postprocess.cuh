@@ -14,9 +14,11 @@ __global__ void __launch_bounds__(128 * Config::kColumnBlocks)
   const int place = blockIdx.x, head = place / a.all_queries;
   const RowBlock b = query_block<Config>(a, place - head * a.all_queries.divisor);
   const int column = threadIdx.x / 128;
-  float x[32];
-  load_query_part(
-      x, query_part<Config>(a.gradient + int64_t{place} * Config::kGradientFloats, column));
+  float x[32] = {};
+  if (a.claims == nullptr || a.claims[place] != 0) {  // otherwise the block sees no key
+    load_query_part(
+        x, query_part<Config>(a.gradient + int64_t{place} * Config::kGradientFloats, column));
+  }
   store_query_part<Config>(a, x, b, head, column, ptx::shared_address(staging[threadIdx.x / 32]));
 }
 

@@ -66,11 +66,12 @@ __global__ void __launch_bounds__(kPreprocessThreads)
   }
   const int place = blockIdx.x, head = place / a.all_queries;
   if (head >= p.heads_q || p.batch == 0) return;
+  if (a.claims != nullptr && thread == 0) a.claims[place] = 0;
   const RowBlock b = query_block<Config>(a, place - head * a.all_queries.divisor);
   if (b.rows <= 0) return;
 
   auto* gradient = reinterpret_cast<float4*>(a.gradient + int64_t{place} * Config::kGradientFloats);
-  if (!a.whole_heads) {
+  if (!a.whole_heads && a.claims == nullptr) {
 #pragma unroll
     for (int i = 0; i < Config::kGradientFloats / 4 / kPreprocessThreads; ++i) {
       gradient[i * kPreprocessThreads + thread] = float4{};

@@ -38,6 +38,8 @@ struct BackwardConfig {
   static constexpr int kQueryBytes = 2 * kBlockM * kHeadDim;  // of Q or dO
   static constexpr int kScoreBytes = 2 * kBlockM * 64;        // of a consumer's dS
   static constexpr bool kKeepsP = kTile.keeps_p;
+  // dV is issued before dS is computed. Head dim 64 is slower so.
+  static constexpr bool kEarlyValues = kKeepsP;
   static constexpr int kColumnBlocks = kHeadDim / 64;
   static constexpr int kPartFloats = 64 * 64;                 // of a column block of dQ
   static constexpr int kGradientFloats = kBlockM * kHeadDim;  // of dQ of a block
@@ -134,6 +136,7 @@ struct BackwardArguments {
   float* statistics;
   float* gradient;
   int* tickets;  // null unless deterministic
+  int* claims;   // null if the preprocess zeroes dQ, or heads are whole; see claims.cuh
   int* counter;
 };
 

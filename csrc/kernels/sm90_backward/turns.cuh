@@ -1,8 +1,10 @@
 // Turns: the order in which key blocks add to dQ in a deterministic call.
 //
-// Writers take turns: the ticket of (query head, block of queries) counts the key blocks that have
-// added. The last key block that a query sees adds first, the others in descending order: under a
-// causal mask a tile then starts at the block of queries where its turn is the first.
+// Writers take turns: the ticket of (query head, two blocks of queries) counts the key blocks that
+// have added. The last key block that a query sees adds first, the others in descending order:
+// under a causal mask a tile then starts at the blocks of queries where its turn is the first. A
+// turn for each block takes longer than a step at head dim 128: waits for additions, and for the
+// ticket.
 //
 // Progress: tiles are taken from a counter, the last key blocks of a sequence first, and a thread
 // block works on its tiles in this order. A tile waits only for tiles of later key blocks, which
@@ -43,19 +45,27 @@ struct Turns {
     return turn_number<Config::kBlockM, Config::kBlockN>(a, t, block);
   }
 
-  // Waits until all earlier key blocks have added to dQ of `block`, which is number `place` of all.
-  __device__ __forceinline__ static void await(const BackwardArguments& a, const KeyTile& t,
-                                               int place, int block) {
-    await_turn(a, a.tickets + place, number(a, t, block));
+  // Whether a turn of tile `t` begins at `block`.
+  __device__ __forceinline__ static bool begins(const KeyTile& t, int block) {
+    return block == t.begin || block % 2 == 0;
+  }
+
+  // Waits until all earlier key blocks have added to dQ of `block`, which is number `place` of all,
+  // and of the other block with this turn. Returns the number of their ticket.
+  __device__ __forceinline__ static int await(const BackwardArguments& a, const KeyTile& t,
+                                              int place, int block) {
+    const int ticket = place - block % 2;
+    await_turn(a, a.tickets + ticket, number(a, t, block | 1));
     ptx::fence_proxy_async_global();
+    return ticket;
   }
 
   // Waits for this thread's additions, and passes the turn on.
-  __device__ __forceinline__ static void finish(const BackwardArguments& a, int place) {
+  __device__ __forceinline__ static void finish(const BackwardArguments& a, int ticket) {
     ptx::tma_store_wait<0>();
     ptx::fence_proxy_async_global();
-    inject(Fault::kTurn, place);
-    ptx::release_add(a.tickets + place);
+    inject(Fault::kTurn, ticket);
+    ptx::release_add(a.tickets + ticket);
   }
 };
 

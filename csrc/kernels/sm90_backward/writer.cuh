@@ -1,6 +1,7 @@
-// The writer: a thread that adds dQ of a block to global memory.
+// The writer: a thread that adds dQ of a block to global memory, or stores it.
 #pragma once
 
+#include "kernels/sm90_backward/claims.cuh"
 #include "kernels/sm90_backward/shared.cuh"
 #include "kernels/sm90_backward/turns.cuh"
 #include "ptx/tma.cuh"
@@ -16,28 +17,32 @@ __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardS
   const int first =
       a.whole_heads ? blockIdx.x * a.group * blocks : t.head_kv * a.group * blocks + t.first_block;
   int place = first + t.begin;
-  int added = -1;  // deterministic calls: the block whose turn has not been passed on yet
+  const bool ordered = a.whole_heads || a.tickets != nullptr;
+  int added = -1;  // deterministic calls: the ticket of the turn that has not been passed on yet
 #pragma unroll 1
   for (int head = 0; head < a.group; ++head) {
 #pragma unroll 1
     for (int block = t.begin; block < t.end; ++block) {
       // While the consumers still work on the block, the last turn is passed on, and this one
       // arrives.
-      if (a.tickets != nullptr) {
+      if (a.tickets != nullptr && Turns<Config>::begins(t, block)) {
         if (added >= 0) Turns<Config>::finish(a, added);
-        added = place;
-        Turns<Config>::await(a, t, place, block);
+        added = Turns<Config>::await(a, t, place, block);
       }
       const Slot<Config::kGradientStages> slot(count++);
-      ptx::mbarrier_wait(ptx::shared_address(&s.dq_full[slot.stage]), slot.parity);
+      const uint32_t full = ptx::shared_address(&s.dq_full[slot.stage]);
+      // Whether the block has its first part is found out while the consumers work on it.
+      bool stores = a.claims != nullptr && !ordered;
+      while (stores && !ptx::mbarrier_test(full, slot.parity)) stores = !is_stored(a, place);
+      ptx::mbarrier_wait(full, slot.parity);
       const uint32_t staged = ptx::shared_address(s.dq[slot.stage]);
       inject(Fault::kAdd, count);
       float* gradient = a.gradient + int64_t{place} * Config::kGradientFloats;
       constexpr int kBytes = Config::kGradientFloats * 4;
-      // Whole heads: after the operation before, which may have been on the same block. The first
-      // tile that sees the block stores: nobody needs to zero it before.
+      // Whole heads: after the operation before, which may have been on the same block.
       if (a.whole_heads) ptx::tma_store_wait<0>();
-      if (a.whole_heads && Turns<Config>::number(a, t, block) == 0) {
+      stores = ordered ? Turns<Config>::number(a, t, block) == 0 : stores && claim(a, place);
+      if (stores) {
         ptx::bulk_store(gradient, staged, kBytes);
       } else {
         ptx::bulk_add(gradient, staged, kBytes);
@@ -46,6 +51,8 @@ __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardS
       ptx::tma_store_wait_read<0>();
       inject(Fault::kRelease, count);
       ptx::mbarrier_arrive(ptx::shared_address(&s.dq_empty[slot.stage]));
+      if (stores && a.tickets != nullptr) a.claims[place] = kStored;
+      if (stores && !ordered) publish_claim(a, place);
       ++place;
     }
     place += blocks - (t.end - t.begin);

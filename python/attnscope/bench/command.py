@@ -1,4 +1,4 @@
-"""The commands `bench`, `check` and `export`."""
+"""The commands `bench` and `export`, and the options of `check` too."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from attnscope.bench import show
 from attnscope.bench.workloads import DTYPE_SHORT, MODES, Workload, expand, load_suite, suite_names
 from attnscope.common.console import console, say
+from attnscope.common.forms import TERMINAL, AsJson, Form, form_of, printed
 from attnscope.common.options import Device, bad_input, integers, pick_device, split
 
 if TYPE_CHECKING:
@@ -67,6 +68,14 @@ Deterministic = Annotated[
 Impls = Annotated[
     str | None, typer.Option(help="Impls or aliases, such as cuda,triton,flash; see --list.")
 ]
+Baseline = Annotated[str | None, typer.Option(help="What ratios are to; left out, sdpa-flash.")]
+Budget = Annotated[
+    float | None,
+    typer.Option(
+        help="Seconds of timing for each workload, all impls together (10 to 50 samples of"
+        " each). Left out: 2 on a GPU, 1 on a CPU."
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Seed of the inputs and of the order of timing.")]
 Layouts = Annotated[
     str | None,
@@ -81,13 +90,6 @@ Counters = Annotated[
         "--counters",
         help="Put hardware counters into each row: tensor pipe, DRAM bytes, L2 hits, FLOPs.",
     ),
-]
-Locate = Annotated[
-    bool, typer.Option("--locate", help="Show where a failed result goes wrong, and why.")
-]
-SavedInputs = Annotated[
-    Path | None,
-    typer.Option(help="With --locate: tensors of torch.save, {q, k, v[, dout]} as [B, S, H, D]."),
 ]
 ListThem = Annotated[bool, typer.Option("--list", help="List suites and impls, and stop.")]
 
@@ -104,9 +106,7 @@ def bench_command(
     mode: Mode = None,
     deterministic: Deterministic = False,
     impl: Impls = None,
-    baseline: Annotated[
-        str | None, typer.Option(help="What ratios are to; left out, sdpa-flash.")
-    ] = None,
+    baseline: Baseline = None,
     output: Annotated[Path, typer.Option(help="Result file.")] = Path("benchmark_results.json"),
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the result file; failed rows again.")
@@ -117,13 +117,7 @@ def bench_command(
     graph: Annotated[
         bool, typer.Option("--graph", help="Time replays of a CUDA graph of each call.")
     ] = False,
-    time_budget: Annotated[
-        float | None,
-        typer.Option(
-            help="Seconds of timing for each workload, all impls together (10 to 50 samples of"
-            " each). Left out: 2 on a GPU, 1 on a CPU."
-        ),
-    ] = None,
+    time_budget: Budget = None,
     rest: Annotated[
         float,
         typer.Option(
@@ -136,6 +130,8 @@ def bench_command(
     seed: Seed = 0,
     device: Device = None,
     list_: ListThem = False,
+    form: Form = TERMINAL,
+    as_json: AsJson = False,
 ) -> None:
     """Time impls on a suite: check outputs, verify kernel names, time, check outputs again.
 
@@ -143,7 +139,7 @@ def bench_command(
     name that is not resumed is kept as .bak. Exit codes: 1 the sweep could not finish, 2 bad input.
     """
     with bad_input("bench"):
-        where = pick_device(device)
+        where, form = pick_device(device), form_of(form, as_json)
     if list_:
         list_choices(where)
         return
@@ -167,8 +163,11 @@ def bench_command(
         results = Results.create(output, environment(where, asdict(settings)), resume)
     lost = _sweep(works, impls, base, results, where, settings)
     ids = {work.id for work in works}
-    show.print_bench([row for row in results.rows if row["workload"] in ids], results.env)
-    say(f"{len(results.rows)} rows in {output}")
+    with printed(form, "bench") as facts:
+        facts["env"] = results.env
+        facts["rows"] = rows = [row for row in results.rows if row["workload"] in ids]
+        show.print_bench(rows, results.env)
+        say(f"{len(results.rows)} rows in {output}")
     if lost:
         say(f"bench: not finished: {lost}; go on with --resume", "red", stderr=True)
         raise typer.Exit(1)
@@ -206,116 +205,19 @@ def _sweep(
             raise typer.Exit(130) from None
 
 
-def check_command(
-    suite: Suite = None,
-    seq_lengths: SeqLengths = None,
-    head_dim: HeadDim = None,
-    heads: Heads = None,
-    kv_heads: KvHeads = None,
-    batch: Batch = None,
-    dtype: Dtype = None,
-    causal: Causal = None,
-    mode: Mode = None,
-    deterministic: Deterministic = False,
-    impl: Impls = None,
-    kinds: Annotated[
-        str, typer.Option(help="Kinds of inputs, such as normal,outliers; or all.")
-    ] = "normal",
-    locate: Locate = False,
-    inputs: SavedInputs = None,
-    seed: Seed = 0,
-    device: Device = None,
-    list_: ListThem = False,
-) -> None:
-    """Compare impls with the fp64 reference, workload by workload.
-
-    A result passes if every row's error is at most twice the error of plain same-dtype PyTorch plus
-    a few ulps, and inf and nan are where they must be. With --mode backward this holds for dq, dk
-    and dv each; --deterministic gradients must be the same bits in every call. --locate finds the
-    first NaN or Inf of a failed result, or the element furthest from fp64, its tile and its cause.
-    Exit codes: 1 something failed or nothing could be checked, 2 bad input.
-    """
-    with bad_input("check"):
-        where = pick_device(device)
-    if list_:
-        list_choices(where)
-        return
-    if inputs is not None:
-        with bad_input("check"):
-            if not locate or suite or seq_lengths:
-                raise ValueError("--inputs must be with --locate and without a suite or lengths")
-            from attnscope.bench.locating import locate_saved
-
-            finite = locate_saved(inputs, pick_impls(impl, where.type), bool(causal), where)
-        if not finite:
-            raise typer.Exit(1)
-        return
-    with bad_input("check"):
-        from attnscope.numerics import KINDS
-
-        shape = dict(head_dim=head_dim, heads=heads, kv_heads=kv_heads, batch=batch, dtype=dtype)
-        works = pick_works(suite, seq_lengths, shape, causal, where.type, default="check")
-        works = in_mode(works, mode, deterministic)
-        impls = pick_impls(impl, where.type)
-        names = list(KINDS) if kinds == "all" else split(kinds)
-        if unknown := [name for name in names if name not in KINDS]:
-            raise ValueError(f"kinds must be among {', '.join(KINDS)}, all, got {unknown[0]!r}")
-    if not _check_all(works, impls, names, seed, where, locate):
-        raise typer.Exit(1)
-
-
-def _check_all(
-    works: list[Workload],
-    impls: list[Impl],
-    kinds: list[str],
-    seed: int,
-    device: torch.device,
-    locate: bool = False,
-) -> bool:
-    from attnscope.bench.impls import Unsupported
-    from attnscope.bench.locating import locate_made
-    from attnscope.bench.runner import check, context_is_lost
-    from attnscope.common.console import explain
-
-    report = show.CheckReport()
-    for work in works:
-        able = []
-        for impl in impls:
-            if reason := impl.cannot(work, device):
-                report.skipped(impl.name, reason)
-            else:
-                able.append(impl)
-        for kind in kinds:
-            for impl in list(able):
-                try:
-                    verdict = check(work, impl, kind, seed, device)
-                    report.assessed(impl.name, work, kind, verdict)
-                    if locate and not verdict.passed:
-                        locate_made(impl, work, kind, seed, device)
-                except Unsupported as refusal:
-                    report.skipped(impl.name, str(refusal))
-                    able.remove(impl)
-                except Exception as error:
-                    report.failed(impl.name, work, kind, explain(error))
-                    if device.type == "cuda" and context_is_lost(error):
-                        say(
-                            "check: the CUDA context is lost, nothing more can run",
-                            "red",
-                            stderr=True,
-                        )
-                        return report.finish(complete=False)
-    return report.finish()
-
-
 def export_command(
     results: Annotated[Path, typer.Argument(help="Result file.")],
     target: Annotated[Path, typer.Argument(help="File to write: .csv or .parquet.")],
+    form: Form = TERMINAL,
+    as_json: AsJson = False,
 ) -> None:
     """Write the rows of a result file as a table; lists become JSON text."""
-    with bad_input("export"):
+    with bad_input("export"), printed(form_of(form, as_json), "export") as facts:
         from attnscope.common.results import export
 
-        export(results, target)
+        count = export(results, target)
+        facts |= {"files": [str(target)], "rows": count}
+        say(f"{target}: {count} rows of {results}")
 
 
 def pick_impls(names: str | None, device_type: str) -> list[Impl]:
@@ -326,7 +228,7 @@ def pick_impls(names: str | None, device_type: str) -> list[Impl]:
         return resolve(DEFAULTS[device_type])
     for name in split(names):
         if name in ALIASES:
-            say(f"{name} is {ALIASES[name]}")
+            say(f"{name} is {ALIASES[name]}", stderr=True)
     return resolve(split(names))
 
 

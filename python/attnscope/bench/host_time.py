@@ -12,13 +12,17 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
+from rich import box
+from rich.table import Table
 
+from attnscope.common.console import say, show_table
+from attnscope.common.forms import TERMINAL, AsJson, Form, form_of, printed
 from attnscope.common.options import bad_input, pick_device, split
 
 SHAPES = {"cuda": (1, 128, 16, 128), "cpu": (1, 8, 2, 16)}  # [B, S, H, D]
@@ -163,13 +167,15 @@ def host_time_command(
     seed: Annotated[int, typer.Option(help="Seed of the order of the blocks.")] = 0,
     device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu.")] = None,
     output: Annotated[Path | None, typer.Option(help="JSON file for the rows.")] = None,
+    form: Form = TERMINAL,
+    as_json: AsJson = False,
 ) -> None:
     """Time the CPU side of short calls: plain, no_grad, inference_mode, grad needed, compiled.
 
     Mode `training` is a forward and its backward. Exit code: 2 bad input.
     """
     with bad_input("host-time"):
-        where = pick_device(device)
+        where, form = pick_device(device), form_of(form, as_json)
         rows = measure_host_time(
             where,
             tuple(split(impl)) if impl else None,
@@ -182,11 +188,22 @@ def host_time_command(
 
     facts = environment(where, {"calls": calls, "blocks": blocks, "seed": seed})
     shape = "x".join(map(str, SHAPES[where.type]))
-    print(f"{shape} {DTYPES[where.type]}, {blocks} blocks of {calls} calls, {facts.get('cpu')}")
-    print(f"{'impl':12} {'mode':15} {'us/call':>8} {'p20':>8} {'/' + BASELINE:>12}")
+    content = {"env": facts, "rows": [row._asdict() for row in rows]}
+    with printed(form, "host-time") as made:
+        made |= content
+        say(f"{shape} {DTYPES[where.type]}, {blocks} blocks of {calls} calls, {facts.get('cpu')}")
+        show_table(_table(rows))
+    if output is not None:
+        output.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def _table(rows: Sequence[HostTime]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("impl", "mode"):
+        table.add_column(name, no_wrap=True)
+    for name in ("us/call", "p20", f"/{BASELINE}"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         ratio = f"{row.ratio:.2f}" if row.ratio else "-"
-        print(f"{row.impl:12} {row.mode:15} {row.median_us:8.2f} {row.p20_us:8.2f} {ratio:>12}")
-    if output is not None:
-        table = {"env": facts, "rows": [row._asdict() for row in rows]}
-        output.write_text(json.dumps(table, indent=1, allow_nan=False) + "\n")
+        table.add_row(row.impl, row.mode, f"{row.median_us:.2f}", f"{row.p20_us:.2f}", ratio)
+    return table

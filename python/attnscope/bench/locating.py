@@ -108,8 +108,10 @@ def read_tensors(path: Path, options: Mapping[str, Any]) -> tuple[Workload, dict
     return work, tensors
 
 
-def locate_saved(path: Path, impls: list[Impl], causal: bool, device: torch.device) -> bool:
-    """Locate errors of impls on saved tensors. True where every result is finite."""
+def locate_saved(
+    path: Path, impls: list[Impl], causal: bool, device: torch.device
+) -> list[dict[str, Any]]:
+    """Locate errors of impls on saved tensors; a row for each: is it finite, and its location."""
     work, tensors = read_tensors(path, {"causal": causal})
     on_device = {name: tensor.to(device) for name, tensor in tensors.items()}
     results = []
@@ -120,13 +122,17 @@ def locate_saved(path: Path, impls: list[Impl], causal: bool, device: torch.devi
         say(f"{each.name}, {work.id}")
         qkv = (on_device["q"], on_device["k"], on_device["v"], None, None)
         found = report(each, work, qkv, on_device.get("dout"))
-        results.append(found is None or found.error == found.error)
-    return bool(results) and all(results)
+        finite = found is None or found.error == found.error
+        row = {"impl": each.name, "workload": work.id, "finite": finite}
+        results.append(row | {"location": found and found.facts()})
+    return results
 
 
-def locate_made(impl: Impl, work: Workload, kind: str, seed: int, device: torch.device) -> None:
+def locate_made(
+    impl: Impl, work: Workload, kind: str, seed: int, device: torch.device
+) -> Location | None:
     """Locate the error of an impl on inputs that it failed on."""
     dout = None
     if work.mode != "forward":
         dout = work.output_gradient(device, seed, kind)
-    report(impl, work, work.inputs(device, seed, kind), dout)
+    return report(impl, work, work.inputs(device, seed, kind), dout)

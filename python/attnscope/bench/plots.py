@@ -20,6 +20,7 @@ from attnscope.bench.series import Family, Point, families, scale_label, timed
 from attnscope.bench.statistics import bootstrap_ratio
 from attnscope.bench.tables import put_results
 from attnscope.bench.workloads import DTYPE_SHORT
+from attnscope.common.forms import TERMINAL, AsJson, Form, form_of, printed
 from attnscope.common.hardware.devices import Device, Roof, find_device
 from attnscope.common.plotting import save
 from attnscope.common.results import read_results
@@ -233,15 +234,18 @@ def plot_command(
             "lines <!-- results:begin --> and <!-- results:end -->."
         ),
     ] = None,
+    form: Form = TERMINAL,
+    as_json: AsJson = False,
 ) -> None:
     """Draw result files: throughput, ratio to a baseline, share of the roof; for a CPU, latency."""
     from attnscope.common.console import say
     from attnscope.common.options import bad_input
 
-    with bad_input("plot"):
+    with bad_input("plot"), printed(form_of(form, as_json), "plot") as facts:
         written = {path: plot_file(path, output_dir, baseline) for path in results}
-        for target in (target for targets in written.values() for target in targets):
-            say(str(target))
+        facts["files"] = [str(target) for targets in written.values() for target in targets]
+        for target in facts["files"]:
+            say(target)
         if markdown is not None:
             put_results(markdown, {path: targets[0] for path, targets in written.items()})
             say(f"{markdown}: a figure and a table of {', '.join(map(str, results))}")

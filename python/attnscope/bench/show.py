@@ -1,11 +1,11 @@
-"""What the commands `bench` and `check` print."""
+"""What the command `bench` prints."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -14,10 +14,7 @@ from attnscope.bench.consistency import DRIFT, drifts
 from attnscope.bench.means import over_baseline, over_fastest_peer
 from attnscope.bench.statistics import geometric_mean
 from attnscope.bench.workloads import DTYPE_SHORT, Workload
-from attnscope.common.console import console, say
-
-if TYPE_CHECKING:
-    from attnscope.numerics import Verdict
+from attnscope.common.console import say, show_table
 
 Row = Mapping[str, Any]
 _TAGS = {"wrong": "[red]wrong[/]", "failed": "[red]failed[/]", "skipped": "[dim]-[/]"}
@@ -43,7 +40,7 @@ def print_bench(rows: Sequence[Row], env: Row) -> None:
     if any(row.get("host_us") for row in rows):
         unit += " (host us to enqueue a call)"
     say(f"{unit}: {common}" if common else unit)
-    console().print(table)
+    show_table(table)
     _print_conditions(rows, env)
     _print_counters(rows)
     _print_ratios(rows)
@@ -71,7 +68,7 @@ def _print_counters(rows: Sequence[Row]) -> None:
             table.add_row(row["workload"], row["impl"], *cells)
     if table.row_count:
         say("hardware counters of one call, after all timing")
-        console().print(table)
+        show_table(table)
     for reason in dict.fromkeys(found["reason"] for _, found in counted if "reason" in found):
         say(f"no counters: {reason}")
 
@@ -171,66 +168,3 @@ def _print_reasons(rows: Sequence[Row]) -> None:
     reasons = Counter((r["impl"], r["status"], r["reason"]) for r in rows if r["status"] != "ok")
     for (impl, status, reason), count in reasons.items():
         say(f"{impl}: {status} on {count}: {reason}", "dim" if status == "skipped" else "red")
-
-
-class CheckReport:
-    """Prints a line per result and a summary; `finish` returns whether all passed."""
-
-    def __init__(self) -> None:
-        self._verdicts: dict[str, list[Verdict]] = {}
-        self._broken: Counter[str] = Counter()
-        self._skipped: Counter[tuple[str, str]] = Counter()
-        head = f"{'':5}{'impl':15}{'inputs':14}{'error':>9}{'baseline':>10}{'ratio':>7}"
-        say(f"{head}{'margin':>8}  workload (margin: share of the allowed error, worst row)")
-
-    def assessed(self, impl: str, work: Workload, kind: str, verdict: Verdict) -> None:
-        """A result was compared."""
-        self._verdicts.setdefault(impl, []).append(verdict)
-        numbers = f"{_number(verdict.max_abs_err):>9}{_number(verdict.baseline_err):>10}"
-        numbers += f"{_number(verdict.err_ratio, '.2f'):>7}{_number(verdict.margin, '.2f'):>8}"
-        checked = "" if verdict.checked == "all rows" else f" ({verdict.checked})"
-        each = [f"{name} {errors.margin:.2f}" for name, errors in verdict.gradients.items()]
-        margins = f" ({', '.join(each)})" if each else ""
-        named = f"{work.id}{checked}{margins}"
-        self._line(verdict.passed, impl, kind, numbers, named, verdict.reason)
-
-    def failed(self, impl: str, work: Workload, kind: str, reason: str) -> None:
-        """There is no result: the impl raised."""
-        self._broken[impl] += 1
-        self._line(False, impl, kind, "", work.id, reason)
-
-    def skipped(self, impl: str, reason: str) -> None:
-        """The impl cannot do the workload."""
-        self._skipped[impl, reason] += 1
-
-    def _line(self, good: bool, impl: str, kind: str, numbers: str, work: str, reason: str) -> None:
-        word = "pass" if good else "FAIL"
-        say(f"{word:5}{impl:15}{kind:14}{numbers:34}  {work}", None if good else "red")
-        if not good:
-            say(f"{'':5}{reason}", "red")
-
-    def finish(self, complete: bool = True) -> bool:
-        """Print the summary. True where something was compared and everything passed."""
-        for (impl, reason), count in self._skipped.items():
-            say(f"{impl}: skipped on {count}: {reason}", "dim")
-        good = complete
-        for impl in dict.fromkeys([*self._verdicts, *self._broken]):
-            verdicts = self._verdicts.get(impl, [])
-            passed = sum(verdict.passed for verdict in verdicts)
-            total = len(verdicts) + self._broken[impl]
-            good &= passed == total
-            margins = [verdict.margin for verdict in verdicts if verdict.margin is not None]
-            worst = f", worst margin {max(margins):.2f}" if margins else ""
-            if moody := sum(verdict.repeatable is False for verdict in verdicts):
-                worst += f", bits differ between runs of {moody}"
-            say(f"{impl}: {passed} of {total} passed{worst}", None if passed == total else "red")
-        if not self._verdicts and not self._broken:
-            say("check: nothing could be checked", "red", stderr=True)
-            return False
-        return good
-
-
-def _number(value: float | None, form: str = ".2e") -> str:
-    if value is None:
-        return "-"
-    return format(value, form if value < 1000 else ".0e")

@@ -178,9 +178,11 @@ class CudaGraph:
 
     def _captured(self, call: Call) -> torch.cuda.CUDAGraph:
         if call not in self._graphs:
-            graph = torch.cuda.CUDAGraph()
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
             try:
-                with torch.cuda.graph(graph):
+                # On the current stream, if it can be captured: autograd runs a backward there.
+                default = stream == torch.cuda.default_stream()
+                with torch.cuda.graph(graph, stream=None if default else stream):
                     call()
             except Exception as error:
                 # A capture that fails leaves the generator waiting for its end.

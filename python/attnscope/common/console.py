@@ -7,6 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.table import Table
+
+from attnscope.common.watcher import begin_step
+
+_collected: list[str | Table] | None = None  # what is printed on stdout inside `collected`
 
 
 def console(stderr: bool = False) -> Console:
@@ -19,8 +24,30 @@ def console(stderr: bool = False) -> Console:
 
 def say(line: str, style: str | None = None, stderr: bool = False) -> None:
     """Print one line without markup."""
+    if _collected is not None and not stderr:
+        _collected.append(line)
+        return
     out = console(stderr)
     out.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_table(table: Table) -> None:
+    """Print a table."""
+    if _collected is not None:
+        _collected.append(table)
+    else:
+        console().print(table)
+
+
+@contextmanager
+def collected() -> Iterator[list[str | Table]]:
+    """Keep the lines and tables that the block would print on stdout, in a list."""
+    global _collected
+    _collected, before = [], _collected
+    try:
+        yield _collected
+    finally:
+        _collected = before
 
 
 @contextmanager
@@ -29,6 +56,7 @@ def progress(what: str) -> Iterator[Callable[[float], None]]:
 
     The bar is shown in a terminal only, and is gone after the block.
     """
+    begin_step(what)
     out = console(stderr=True)
     if not out.is_terminal:
         yield lambda share: None

@@ -189,8 +189,10 @@ def _finite(value: Any, name: str, lost: list[str]) -> Any:
     return value
 
 
-def export(path: Path, target: Path) -> None:
+def export(path: Path, target: Path) -> int:
     """Write the rows of a result file as .csv or .parquet; lists and mappings become JSON text.
+
+    Returns how many rows there are.
 
     Raises ValueError for another suffix, or for parquet without pyarrow.
     """
@@ -212,3 +214,4 @@ def export(path: Path, target: Path) -> None:
         table.to_csv(target, index=False)
     else:
         table.to_parquet(target, index=False)
+    return len(rows)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attnscope.common.console import say
+from attnscope.common.forms import TERMINAL, AsJson, Form, form_of
 from attnscope.common.options import bad_input
 from attnscope.nsight.nsys import NsysSettings, Recorded, import_report, plan, record
-from attnscope.nsight.output import TERMINAL, AsJson, Form, form_of, show
+from attnscope.nsight.output import show
 from attnscope.nsight.settings import read_settings
 from attnscope.nsight.tool import ToolError, check_new, new_folder, print_plan
 from attnscope.profile.errors import ProfileError

@@ -11,13 +11,14 @@ from typing import Annotated, Any
 import typer
 
 from attnscope.common.console import say
+from attnscope.common.forms import JSON, AsJson, Form, form_of
 from attnscope.common.options import bad_input, split
 from attnscope.nsight import ncu
 from attnscope.nsight.metrics import SETS, chip_of
 from attnscope.nsight.models import read_models
 from attnscope.nsight.ncu import Settings
 from attnscope.nsight.ncu_reader import Kernel
-from attnscope.nsight.output import JSON, AsJson, Form, form_of, show
+from attnscope.nsight.output import show
 from attnscope.nsight.settings import read_settings
 from attnscope.nsight.tool import ToolError, check_program, new_folder, print_plan
 from attnscope.profile.render.document import Document
@@ -50,7 +51,7 @@ Names = Annotated[
 Base = Annotated[
     str | None, typer.Option(help="What --kernel searches: function, demangled, mangled.")
 ]
-Top = Annotated[int | None, typer.Option(help="Only the N functions with the most time in --from.")]
+Top = Annotated[int | None, typer.Option(help="Only the N kernels with the most time in --from.")]
 Record = Annotated[
     Path | None,
     typer.Option("--from", help="With --top: a record of attnscope nsys or attnscope profile."),
@@ -148,9 +149,9 @@ def _select(given: dict[str, Any], top: int | None, record: Path | None) -> list
         raise ValueError("--kernel must be left out with --top, got both")
     inside = given["ranges"] or [None]
     chosen = selection.choose(record, top, inside[0])
-    given["kernels"], given["base"] = [selection.pattern(chosen)], "function"
+    given["kernels"], given["base"] = [selection.pattern(chosen)], chosen[0].base
     return [
-        f"chosen from {record}: {one.function}, {one.total_us:,.0f} us in {one.calls} launches"
+        f"chosen from {record}: {one.shown}, {one.total_us:,.0f} us in {one.calls} launches"
         for one in chosen
     ]
 
@@ -211,7 +212,8 @@ def _failures() -> Iterator[None]:
 
 def _lead(kernels: Sequence[Kernel], settings: Settings | None = None) -> list[str]:
     devices = dict.fromkeys(kernel.device for kernel in kernels if kernel.device)
-    lines = [f"{len(kernels)} kernels on {', '.join(devices) or 'an unknown device'}"]
+    count = "1 kernel" if len(kernels) == 1 else f"{len(kernels)} kernels"
+    lines = [f"{count} on {', '.join(devices) or 'an unknown device'}"]
     if settings is None:
         return lines
     how = {

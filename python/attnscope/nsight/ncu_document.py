@@ -90,7 +90,13 @@ def _roofline(kernels: Sequence[Kernel], range_models: Mapping[str, Model], titl
         "FLOPs and DRAM bytes from counters; roofs at the clocks that were measured. The ridge is "
         "the intensity from which compute limits."
     )
-    return Section("Roofline", text, roofline.table(points), figure=drawn)
+    notes = []
+    if without := len(kernels) - len(points):
+        notes.append(
+            f"Kernels without a counted FLOP are left out: {without}. --set roofline counts FLOPs "
+            "outside tensor cores too."
+        )
+    return Section("Roofline", text, roofline.table(points), figure=drawn, notes=notes)
 
 
 def _models(kernels: Sequence[Kernel], range_models: Mapping[str, Model]) -> Section:

@@ -4,28 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
+from attnscope.common.forms import JSON, MARKDOWN, MARKDOWN_LINES, share
 from attnscope.profile.render.document import Document, Section
 
-TERMINAL, MARKDOWN, JSON = FORMS = ("terminal", "markdown", "json")
-MARKDOWN_LINES = 60
 LEAST_ROWS = 2  # of each table in Markdown, where there is room for so few
-
-Form = Annotated[
-    str,
-    typer.Option("--format", help=f"terminal, markdown (at most {MARKDOWN_LINES} lines) or json."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="The same as --format json.")]
-
-
-def form_of(name: str, as_json: bool) -> str:
-    """One of FORMS. Raises ValueError for another name."""
-    if name not in FORMS:
-        raise ValueError(f"format must be one of {', '.join(FORMS)}, got {name!r}")
-    return JSON if as_json else name
 
 
 def show(document: Document, form: str, facts: Mapping[str, Any] | None = None) -> None:
@@ -60,7 +44,7 @@ def short_markdown(document: Document, lines: int = MARKDOWN_LINES) -> str:
         if left >= LEAST_ROWS * len(tables) or not sections:
             break
         sections.pop()
-    rows = _share(left, [len(one.rows) for one in tables])
+    rows = share(left, [len(one.rows) for one in tables])
     body: list[str] = []
     for one in sections:
         count = rows.pop(0) if one.rows else 0
@@ -77,13 +61,3 @@ def short_markdown(document: Document, lines: int = MARKDOWN_LINES) -> str:
 def _frame(section: Section) -> int:
     """Lines of a section without the rows of its table."""
     return 2 + len(section.notes) + (3 if section.rows else 0)
-
-
-def _share(lines: int, wanted: list[int]) -> list[int]:
-    """Lines for each table: all it wants, or an even part of what the smaller ones leave."""
-    found, open_ = [0] * len(wanted), len(wanted)
-    for at in sorted(range(len(wanted)), key=wanted.__getitem__):
-        found[at] = min(wanted[at], lines // open_)
-        lines -= found[at]
-        open_ -= 1
-    return found

@@ -79,10 +79,10 @@ class Point:
 
 
 def point_of(kernel: Kernel) -> Point | None:
-    """The kernel under its roofs; None where the report lacks time, FLOPs or DRAM bytes."""
+    """The kernel under its roofs; None without time, DRAM bytes, or a FLOP that was counted."""
     counted, time = kernel.flops, kernel.get("time_ns")
     moved = kernel.get("dram_bytes")
-    if counted is None or not time or moved is None:
+    if counted is None or not counted[0] or not time or moved is None:
         return None
     flops, tensor = counted
     used = max(TENSOR, key=lambda key: kernel.get(key) or 0.0)

@@ -8,7 +8,7 @@ fp64, in fp32, and with every step rounded to the dtype; the causes follow from 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -52,6 +52,11 @@ class Location:
     def error(self) -> float:
         """The absolute difference of got and want; nan where one is not finite."""
         return abs(self.got - self.want)
+
+    def facts(self) -> dict[str, Any]:
+        """The location for JSON: values that are not finite are text."""
+        values = {"got": self.got, "want": self.want, "error": self.error}
+        return asdict(self) | {k: v if math.isfinite(v) else str(v) for k, v in values.items()}
 
     def lines(self) -> list[str]:
         """The location as lines of text."""
@@ -291,6 +296,7 @@ def _rounding(row: _Row, got: float, want: float, column: int | None) -> str:
         return "loss of precision in the sum of exponentials"
     error = abs(got - want)
     narrow = abs(float(row.attend(row.q.dtype)[column]) - want)
+    narrow = narrow if math.isfinite(narrow) else 0.0  # it overflows, and explains nothing
     wide = abs(float(row.attend(torch.float32)[column]) - want)
     name = str(row.q.dtype).removeprefix("torch.")
     top = float(row.scores().abs().max())
@@ -298,6 +304,14 @@ def _rounding(row: _Row, got: float, want: float, column: int | None) -> str:
         return (
             f"rounding of the inputs and of out: fp32 accumulation is off by {wide:.3g} too "
             f"(scores up to {top:.3g})"
+        )
+    step = torch.finfo(torch.float32).eps * top
+    weights = torch.softmax(row.scores(), 0)
+    moved = step * float(weights @ (row.v[:, column].double() - want).abs())
+    if moved >= EXPLAINS * error:
+        return (
+            f"rounding of the scores in fp32: at {top:.3g} a step is {step:.2g}, which moves this "
+            f"element by up to {moved:.3g}"
         )
     if narrow >= EXPLAINS * error:
         return (

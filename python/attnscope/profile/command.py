@@ -11,6 +11,7 @@ import typer
 
 from attnscope.common.console import explain, say
 from attnscope.common.options import bad_input, make_folder
+from attnscope.common.watcher import begin_step, watched
 from attnscope.profile import options as of
 from attnscope.profile.api import Profile
 from attnscope.profile.errors import LostEvents, ProfileError
@@ -20,6 +21,7 @@ from attnscope.profile.record.launcher import (
     rank_of_process,
     unrecorded_children,
 )
+from attnscope.profile.record.recorder import kept_traces
 from attnscope.profile.record.session import profile
 from attnscope.profile.record.step_window import parse_steps
 from attnscope.profile.render.terminal import print_lint
@@ -32,6 +34,11 @@ from attnscope.profile.reports import (
     show_rank,
 )
 from attnscope.profile.script import INTERRUPTED, Script
+
+ENDED = (
+    "It was killed, ran out of memory, or called os._exit. Files of earlier steps are whole. If "
+    "PyTorch wrote its trace, it is in {}"
+)
 
 
 def profile_command(
@@ -62,7 +69,7 @@ def profile_command(
     The exit code is the script's own, 1 if it fails, events were lost, the tables cannot be trusted
     or a budget is exceeded, 2 for bad input.
     """
-    with bad_input("profile"):
+    with bad_input("profile"), watched("profile", "start", ENDED.format(kept_traces())):
         of.check_sources(script=script, trace=trace, check=check, diff=diff, merge=merge)
         form = "json" if as_json else form
         how = of.Showing.parse(top, sort, full_names, form, output, fail_if)
@@ -122,6 +129,7 @@ def _record(run: Script, options: dict[str, Any]) -> tuple[Profile | None, int]:
     code, region = 0, None
     try:
         with profile(run.name, after_steps=run.end, **options) as region:
+            begin_step("running the script")
             code = run.run()
     except KeyboardInterrupt:
         code = INTERRUPTED

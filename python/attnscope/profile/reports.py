@@ -11,6 +11,7 @@ from typing import Any
 
 from attnscope.common.collector import collector_off
 from attnscope.common.console import progress, say
+from attnscope.common.watcher import begin_step
 from attnscope.profile.analysis.budgets import measure
 from attnscope.profile.analysis.diff import Side, difference, is_record, read_side, side_of
 from attnscope.profile.analysis.ranks import Rank
@@ -67,16 +68,18 @@ RANK_FOLDER = "rank"
 
 @collector_off()
 def show(found: Profile, how: Showing) -> int:
-    """Write the files, then print; return 1 if a budget is exceeded or a file cannot be written.
+    """Write the files, then print; return 1 if a budget is exceeded.
 
-    Files come first: a pipe that is closed early ends the printing.
+    Files come first: a pipe that is closed early ends the printing. The error of a file that cannot
+    be written is raised last.
     """
     wrote, failure = "", None
     if how.output is not None and not found.empty:
         try:
             wrote = write_all(found, how.output)
-        except OSError as error:
+        except Exception as error:
             failure = error
+    begin_step("printing")
     _print(found, how)
     if failure is not None:
         raise failure

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from attnscope.common.console import say
+from attnscope.common.forms import TERMINAL, AsJson, Form, form_of, printed
 from attnscope.common.options import bad_input, split
 from attnscope.stress.library import MAX_CYCLES, MODES, bits_of, build, kinds_of
 
@@ -38,6 +39,8 @@ def stress_command(
     beside: Annotated[
         bool, typer.Option("--beside", help="Run matrix products on another stream meanwhile.")
     ] = False,
+    form: Form = TERMINAL,
+    as_json: AsJson = False,
 ) -> None:
     """Run the Hopper kernels under injected delays and compare every bit with undelayed calls.
 
@@ -49,6 +52,7 @@ def stress_command(
     the run broke off.
     """
     with bad_input("stress"):
+        form = form_of(form, as_json)
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode}")
         if deterministic and mode == "forward":
@@ -67,8 +71,17 @@ def stress_command(
     command += [f"--calls={calls}", f"--cycles={cycles}", f"--kinds={chosen}", f"--seed={seed}"]
     command += [f"--mode={mode}", *["--deterministic"] * deterministic, *["--beside"] * beside]
     environment = os.environ | {"ATTNSCOPE_CUDA_LIBRARY": str(path.resolve())}
-    done = wrong_calls = wrong_rows = failed = 0
-    limit_s, last = HANG_S + calls / 100, "the start"
+    with printed(form, "stress") as facts:
+        code = _run(command, environment, HANG_S + calls / 100, facts)
+    raise typer.Exit(code)
+
+
+def _run(
+    command: list[str], environment: dict[str, str], limit_s: float, facts: dict[str, Any]
+) -> int:
+    """Run the cases in another process, print what is wrong, and return the exit code."""
+    rows: list[dict[str, Any]] = []
+    last = "the start"
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         watch = Watch(child, limit_s)
@@ -76,11 +89,8 @@ def stress_command(
             watch.restart()
             row = json.loads(line)
             last = row["case"]
-            done += row["calls"]
-            wrong_calls += row["wrong_calls"]
-            wrong_rows += row["wrong_rows"]
+            rows.append(row)
             if row["error"]:
-                failed += 1
                 say(f"{row['case']}: against fp64, without delays: {row['error']}", "red")
             if row["wrong_calls"]:
                 say(
@@ -89,15 +99,19 @@ def stress_command(
                     "red",
                 )
         watch.stop()
-    say(f"{done} calls with delays: {wrong_calls} wrong, {wrong_rows} wrong rows; "
-        f"{failed} cases wrong without delays")  # fmt: skip
+    sums = {name: sum(row[name] for row in rows) for name in ("calls", "wrong_calls", "wrong_rows")}
+    failed = sum(bool(row["error"]) for row in rows)
+    facts |= sums | {"wrong_without_delays": failed, "hangs": watch.expired, "cases": rows}
+    say("{calls} calls with delays: {wrong_calls} wrong, {wrong_rows} wrong rows; ".format(**sums)
+        + f"{failed} cases wrong without delays")  # fmt: skip
     if watch.expired:
         say(f"no case ended for {limit_s:.0f} s: a kernel hangs in the one after {last}", "red")
-        raise typer.Exit(1)
-    broke_off = child.returncode not in (0, 2) and not (wrong_calls or failed)
+        return 1
+    wrong = bool(sums["wrong_calls"] or failed)
+    broke_off = child.returncode not in (0, 2) and not wrong
     if broke_off or child.returncode < 0:
         say("stress: the run broke off; its error is above", "red")
-    raise typer.Exit(1 if wrong_calls or failed else 2 if broke_off else child.returncode)
+    return 1 if wrong else 2 if broke_off else child.returncode
 
 
 class Watch:

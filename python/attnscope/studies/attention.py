@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,12 +22,14 @@ from attnscope.bench.command import SHAPE
 from attnscope.bench.workload_text import parse_workload
 from attnscope.bench.workloads import DTYPE_SHORT, Workload
 from attnscope.common.console import say
+from attnscope.common.forms import TERMINAL, AsJson, Form, form_of
 from attnscope.common.options import Causal, Device, bad_input, make_folder, pick_device, split
 from attnscope.common.tools import find_tool
 from attnscope.profile.errors import ProfileError
+from attnscope.profile.options import Showing
 from attnscope.profile.record.attached import attached_tool
 from attnscope.profile.record.session import annotate, profile, synchronize
-from attnscope.profile.render.formats import write_all
+from attnscope.profile.reports import show
 from attnscope.ranges import DOMAIN, MEASURE, WARMUP
 from attnscope.studies.outputs import bad_output
 
@@ -39,16 +42,29 @@ if TYPE_CHECKING:
 COMMAND = "profile_kernels"
 WARMUP_CALLS = 3
 RETRIES = 2
+MOST_ROWS = 20  # of each table
+MOST_REST_S = 0.1  # a first call may compile for long
 SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
 MODELS_VARIABLE = "ATTNSCOPE_RANGE_MODELS"  # the file for FLOPs and bytes of each range
 LARGEST = 2**31 - 1  # of each size
 FORWARD, BACKWARD = "forward", "backward"
 
+SeqLen = Annotated[int, typer.Option(min=1, max=LARGEST, help="Length of queries and keys.")]
+Impls = Annotated[
+    str | None,
+    typer.Option(help="Impls or aliases: cuda,triton,flash ...; left out, cuda or cpu."),
+]
 Call = Annotated[
     str | None,
     typer.Option(help="Instead of sizes: a call, such as b2-s8192-h16-d128-causal."),
 ]
 Mode = Annotated[str | None, typer.Option(help="Passes to run: forward, backward or both.")]
+Rest = Annotated[
+    float, typer.Option(min=0, help="Idle time after each call, as a multiple of its time.")
+]
+Folder = Annotated[
+    Path, typer.Option(help="Folder for tables, memory data, page and chrome trace.")
+]
 Blocking = Annotated[
     bool,
     typer.Option(
@@ -80,13 +96,8 @@ class Pass:
 
 
 def attention_command(
-    seq_len: Annotated[
-        int, typer.Option(min=1, max=LARGEST, help="Length of queries and keys.")
-    ] = 512,
-    impl: Annotated[
-        str | None,
-        typer.Option(help="Impls or aliases: cuda,triton,flash ...; left out, cuda or cpu."),
-    ] = None,
+    seq_len: SeqLen = 512,
+    impl: Impls = None,
     batch: Annotated[int | None, typer.Option(min=1, max=LARGEST, help="Sequences.")] = None,
     heads: Annotated[int | None, typer.Option(min=1, max=LARGEST, help="Query heads.")] = None,
     kv_heads: Annotated[
@@ -101,9 +112,8 @@ def attention_command(
         bool, typer.Option("--backward", help="Run backward passes too, of impls that have one.")
     ] = False,
     iterations: Annotated[int, typer.Option(min=1, help="Calls of each pass.")] = 10,
-    output: Annotated[
-        Path, typer.Option(help="Folder for tables, memory data, page and chrome trace.")
-    ] = Path("profile_output"),
+    rest: Rest = 0.0,
+    output: Folder = Path("profile_output"),
     no_profile: Annotated[
         bool, typer.Option("--no-profile", help="Run the ranges only, PyTorch's profiler off.")
     ] = False,
@@ -111,6 +121,8 @@ def attention_command(
     device: Device = None,
     blocking: Blocking = False,
     sanitizer: Sanitizer = None,
+    form: Form = TERMINAL,
+    as_json: AsJson = False,
 ) -> None:
     """Run impls in the ranges warmup and measure, and profile the second.
 
@@ -123,6 +135,7 @@ def attention_command(
     if blocking:
         os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # before the driver is initialised
     with bad_input(COMMAND):
+        form = form_of(form, as_json)
         _sanitize(sanitizer)
         where = pick_device(device)
         impls = resolve(split(impl or where.type))
@@ -141,23 +154,22 @@ def attention_command(
             make_folder(output)
         _write_models(passes, work, iterations)
     name = ", ".join(each.name for each in impls)
-    say(f"{name}, {work.id}, {where}")
+    aside = form != TERMINAL
+    say(f"{name}, {work.id}, {where}", stderr=aside)
     if tool:
-        say(f"runs under {tool[0]} ({tool[1]}): PyTorch's profiler stays off")
+        say(f"runs under {tool[0]} ({tool[1]}): PyTorch's profiler stays off", stderr=aside)
     with _failures():
         _warm_up(passes)
         if no_profile or tool:
-            _measure(passes, iterations)
-        else:
-            profiled = _record(name, passes, iterations)
-            _verify(passes, profiled, where)
-            profiled.print()
-    if no_profile or tool:
-        ranges = ", ".join(one.range for one in passes)
-        say(f"ran {iterations} calls in each NVTX range of the domain {DOMAIN!r}: {ranges}")
-        return
+            _measure(passes, iterations, rest)
+            ranges = ", ".join(one.range for one in passes)
+            say(f"ran {iterations} calls in each NVTX range of the domain {DOMAIN!r}: {ranges}")
+            return
+        profiled = _record(name, passes, iterations, rest)
+        _verify(passes, profiled, where)
     with _failures(), bad_output(COMMAND, output):
-        say(write_all(profiled, output))
+        how = "text" if form == TERMINAL else form
+        show(profiled, Showing(MOST_ROWS, None, False, how, output, ()))
 
 
 @contextmanager
@@ -284,7 +296,16 @@ def _warm_up(passes: Sequence[Pass]) -> None:
         synchronize()
 
 
-def _measure(passes: Sequence[Pass], iterations: int) -> None:
+@contextmanager
+def resting(rest: float) -> Iterator[None]:
+    """Wait for the GPU after a call, then for `rest` times as long as the call took."""
+    begin = time.perf_counter()
+    yield
+    synchronize()
+    time.sleep(min(rest * (time.perf_counter() - begin), MOST_REST_S))
+
+
+def _measure(passes: Sequence[Pass], iterations: int, rest: float = 0.0) -> None:
     import torch
 
     # NVTX ranges are per thread: backward must launch its kernels from this thread.
@@ -292,13 +313,14 @@ def _measure(passes: Sequence[Pass], iterations: int) -> None:
         for one in passes:
             with annotate(one.range):
                 for _ in range(iterations):
-                    one.call()
+                    with resting(rest) if rest else nullcontext():
+                        one.call()
                 synchronize()
 
 
-def _record(name: str, passes: Sequence[Pass], iterations: int) -> Profile:
+def _record(name: str, passes: Sequence[Pass], iterations: int, rest: float) -> Profile:
     recorded = profile(name, warmup=2, retries=RETRIES, memory=True)(_measure)
-    recorded(passes, iterations)
+    recorded(passes, iterations, rest)
     return recorded.profile
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 ENDING_S = 30.0  # time limit for a process to exit after its record
+PRELOADED = ["torch", "attnscope.profile"]  # of the server; neither touches the GPU
 
 
 class Keyed(Protocol):
@@ -31,7 +32,7 @@ def run_apart(run: R, timeout_s: float, measure: Callable[[R], Row]) -> Row:
     Processes are forked from a server that has PyTorch loaded and has not touched the GPU.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "attnscope.profile"])
+    context.set_forkserver_preload(PRELOADED)
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(measure, run, sender), daemon=True)
     process.start()

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attnscope.common.console import say
+from attnscope.common.forms import TERMINAL
 from attnscope.common.options import make_folder
-from attnscope.nsight.output import TERMINAL, show
+from attnscope.nsight.output import show
 from attnscope.profile.errors import ProfileError
 
 if TYPE_CHECKING:

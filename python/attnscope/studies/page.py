@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from attnscope.common.console import say
+from attnscope.common.forms import TERMINAL, AsJson, Form, form_of, printed
 from attnscope.common.options import bad_input
 from attnscope.profile.render.document import Document, Section
 
@@ -31,18 +32,21 @@ def report_command(
     results: Annotated[list[Path], typer.Argument(help=f"{_FORMS}, in the order of the page.")],
     output: Annotated[Path, typer.Option(help="The page.")] = Path("report.html"),
     title: Annotated[str, typer.Option(help="Its title.")] = "attnscope report",
+    form: Form = TERMINAL,
+    as_json: AsJson = False,
 ) -> None:
     """Put benchmark curves, attribution, rooflines, what limits kernels, and the environment into
     one HTML file that needs no other file and no network.
 
     Exit code 2 for a file of another kind.
     """
-    with bad_input("report"):
+    with bad_input("report"), printed(form_of(form, as_json), "report") as facts:
         made = make_page(results, title)
         if output.is_dir():
             raise ValueError(f"output must be a file, got the folder {output}")
         made.write_html(output)
-    say(f"{output}: {len(made.sections)} sections of {', '.join(map(str, results))}")
+        facts |= {"files": [str(output)], "sections": [one.title for one in made.sections]}
+        say(f"{output}: {len(made.sections)} sections of {', '.join(map(str, results))}")
 
 
 def make_page(paths: Sequence[Path], title: str) -> Document:

@@ -11,7 +11,8 @@ import typer
 from rich import box
 from rich.table import Table
 
-from attnscope.common.console import console, say
+from attnscope.common.console import say, show_table
+from attnscope.common.forms import TERMINAL, AsJson, Form, form_of, printed
 from attnscope.common.options import (
     HEAD_DIM,
     SEQ_LEN,
@@ -73,6 +74,8 @@ def timeline_command(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
     device: Annotated[str | None, typer.Option(help="cuda or cuda:1.")] = None,
+    form: Form = TERMINAL,
+    as_json: AsJson = False,
 ) -> None:
     """Show what each role of the Hopper forward kernel does, and when, from inside the kernel.
 
@@ -84,7 +87,7 @@ def timeline_command(
     with bad_input("timeline"):
         from attnscope.timeline.recording import Recording
 
-        wanted = block_numbers(blocks)
+        wanted, form = block_numbers(blocks), form_of(form, as_json)
         if recording is None:
             from attnscope.inputs import Case
             from attnscope.timeline.session import record
@@ -104,7 +107,8 @@ def timeline_command(
             made = record(work, pick_device(device), seed)
         else:
             made = Recording.load(recording)
-        _write(made, wanted, output)
+        with printed(form, "timeline") as content:
+            content |= _write(made, wanted, output)
 
 
 def block_numbers(text: str) -> list[int]:
@@ -120,7 +124,8 @@ def block_numbers(text: str) -> list[int]:
     return list(found)
 
 
-def _write(recording: Recording, wanted: list[int], output: Path) -> None:
+def _write(recording: Recording, wanted: list[int], output: Path) -> dict[str, Any]:
+    """Write and print everything; returns what summary.json has."""
     from attnscope.common.plotting import save
     from attnscope.timeline.analysis import analyse
     from attnscope.timeline.drawing import draw_block
@@ -143,6 +148,7 @@ def _write(recording: Recording, wanted: list[int], output: Path) -> None:
         say(str(output / name))
     for path in save(draw_block(recording, summary, kept[0]), output / f"block-{kept[0]}"):
         say(str(path))
+    return content
 
 
 def show(facts: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
@@ -167,10 +173,8 @@ def show(facts: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
     )
     if tile["blocks_per_sm"] > 1:
         say(f"up to {tile['blocks_per_sm']} blocks share an SM: shares and overlap are inside each")
-    out = console()
-    out.print(_states_table(summary))
-    out.print(_overlap_table(summary))
-    out.print(_costs_table(summary))
+    for table in (_states_table, _overlap_table, _costs_table):
+        show_table(table(summary))
     floors = summary["floors"]
     say(
         f"least cycles of a step of all consumers: tensor cores {floors['tensor_cores']:.0f}, "

@@ -3,6 +3,7 @@
 // after the other, in order.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -69,10 +70,11 @@ struct Copy {
 };
 
 struct Thread {
-  ucontext_t context;
+  ucontext_t context;  // of the start
+  jmp_buf at;          // later: jumps need no system call
   std::unique_ptr<char[]> stack;
   Index index;
-  bool finished;
+  bool started, finished;
   const int* waits_for = nullptr;  // a generation, and its value while the thread waits
   int value = 0;
   std::vector<Copy> copies;               // not committed
@@ -82,7 +84,7 @@ struct Thread {
 inline std::vector<Thread> threads;
 inline std::vector<Warp> warps;
 inline Barrier barriers[kBarriers];
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline int current = 0;
 inline std::function<void()> kernel;
 inline std::mt19937 random_engine{1};
@@ -97,7 +99,17 @@ inline long switches = 0;
 
 inline Thread& self() { return threads[current]; }
 
-inline void yield() { swapcontext(&self().context, &scheduler); }
+inline void yield() {
+  if (_setjmp(self().at) == 0) _longjmp(scheduler, 1);
+}
+
+// Runs a thread until it yields.
+inline void resume(Thread& thread) {
+  if (_setjmp(scheduler) != 0) return;
+  if (thread.started) _longjmp(thread.at, 1);
+  thread.started = true;
+  setcontext(&thread.context);
+}
 
 // Waits until `generation` changes.
 inline void wait_for(const int& generation) {
@@ -150,7 +162,7 @@ inline void run_block() {
   std::memset(shared, 0xff, kSharedBytes);  // NaN
   const int count = static_cast<int>(threads.size());
   for (Thread& t : threads) {
-    t.finished = false;
+    t.started = t.finished = false;
     t.waits_for = nullptr;
     getcontext(&t.context);
     t.context.uc_stack.ss_sp = t.stack.get();
@@ -169,7 +181,7 @@ inline void run_block() {
         if (t.finished || (t.waits_for != nullptr && *t.waits_for == t.value)) continue;
         current = i;
         threadIdx = t.index;
-        swapcontext(&scheduler, &t.context);
+        resume(t);
         ++switches;
         moved = true;
         running -= t.finished;

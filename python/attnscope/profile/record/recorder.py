@@ -22,6 +22,7 @@ from typing import Any
 from attnscope.common.collector import collector_off
 from attnscope.common.console import progress, say
 from attnscope.common.hardware.nvml import Nvml
+from attnscope.common.watcher import begin_step
 from attnscope.profile.api import Profile
 from attnscope.profile.errors import ProfileError
 from attnscope.profile.record.attached import attached_tool
@@ -30,6 +31,7 @@ from attnscope.profile.trace.markers import SENTINEL, WAIT
 from attnscope.profile.trace.reader import read_trace
 
 SENTINEL_KERNELS = 3
+FOLDER = "attnscope-profile-"  # begins the name of a trace's temporary folder
 LARGE_TRACE = 200 << 20  # bytes; about half a million events
 LONG_REGION_S = 60.0
 TWO = (
@@ -53,10 +55,13 @@ class Options:
 
 
 class Recorder:
-    """Records from `start` to `stop`, once. Both must be called on the same thread."""
+    """Records from `start` to `stop`, once. Both must be called on the same thread.
 
-    def __init__(self, name: str, options: Options) -> None:
-        self._name, self._options = name, options
+    `averages`: PyTorch's own table, `torch_profiler.key_averages()`, is wanted after `stop`.
+    """
+
+    def __init__(self, name: str, options: Options, averages: bool = False) -> None:
+        self._name, self._options, self._averages = name, options, averages
         self.torch_profiler: Any = None  # PyTorch's own, once started
 
     def start(self) -> None:
@@ -77,7 +82,7 @@ class Recorder:
                 _first_start()
             self._cuda, self._thread = cuda, threading.get_ident()
             self._nvml = Nvml(torch.device("cuda" if cuda else "cpu"))
-            self.torch_profiler = _torch_profiler(cuda, self._options)
+            self.torch_profiler = _torch_profiler(cuda, self._options, self._averages)
             synchronize()
             if self._options.stacks:  # the collector is slow then, and appears in the frames
                 opened.enter_context(collector_off())
@@ -101,6 +106,7 @@ class Recorder:
         """
         import torch
 
+        begin_step("collecting the events")
         with self._opened:
             if threading.get_ident() != self._thread:
                 raise ProfileError(
@@ -115,15 +121,19 @@ class Recorder:
             facts["run"] = describe_run()
             if not self._stop_torch():  # another profiler inside took the events
                 raise ProfileError(SECOND)
-            folder = tempfile.TemporaryDirectory(
-                prefix="attnscope-profile-", ignore_cleanup_errors=True
-            )
+            folder = tempfile.TemporaryDirectory(prefix=FOLDER, ignore_cleanup_errors=True)
             file = re.sub(r"[^A-Za-z0-9._-]+", "-", self._name)
             source = Path(folder.name) / f"{file}.json"
             with progress("PyTorch's profiler writes its trace"):
                 self.torch_profiler.export_chrome_trace(str(source))
         _warn_of_size(source)
-        trace = read_trace(source)
+        try:
+            trace = read_trace(source)
+        except Exception:
+            kept = Path(tempfile.mkdtemp(prefix=FOLDER)) / source.name
+            source.rename(kept)
+            say(f"profile: PyTorch's trace is kept: {kept}", "yellow", stderr=True)
+            raise
         if trace.waits != 2:
             raise ProfileError(SECOND)
         facts |= {"sm_clock_mhz": clock, "sm_clock_reason": why}
@@ -145,6 +155,11 @@ class Recorder:
             self.torch_profiler.__exit__(None, None, None)
             return True
         return False
+
+
+def kept_traces() -> str:
+    """A pattern for the traces of processes that were killed before they removed theirs."""
+    return str(Path(tempfile.gettempdir()) / f"{FOLDER}*" / "*.json")
 
 
 def describe_run() -> dict[str, str]:
@@ -185,7 +200,7 @@ def synchronize() -> None:
                 torch.cuda.synchronize(device)
 
 
-def _torch_profiler(cuda: bool, options: Options) -> Any:
+def _torch_profiler(cuda: bool, options: Options, averages: bool = False) -> Any:
     """PyTorch's profiler, not started.
 
     It is the one inside torch.profiler.profile, which imports torch._inductor when it starts; that
@@ -193,6 +208,12 @@ def _torch_profiler(cuda: bool, options: Options) -> Any:
     """
     import torch
 
+    config = torch._C._profiler._ExperimentalConfig
+    # PyTorch 2.13 or later need not make objects of the events for Python, besides its trace.
+    settings: dict[str, Any] = {}
+    plain = not (averages or options.stacks or options.memory)
+    if plain and "trace_only" in str(config.__init__.__doc__):
+        settings["trace_only"] = True
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it logs its start and end to stderr
     return torch.autograd.profiler.profile(
         use_kineto=True,
@@ -203,9 +224,7 @@ def _torch_profiler(cuda: bool, options: Options) -> Any:
         profile_memory=options.memory,
         # Record the ops of every thread, not only of the recording thread. PyTorch records
         # allocations in the other mode only.
-        experimental_config=torch._C._profiler._ExperimentalConfig(
-            profile_all_threads=not options.memory
-        ),
+        experimental_config=config(profile_all_threads=not options.memory, **settings),
     )
 
 

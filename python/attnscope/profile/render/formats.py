@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from attnscope.common.console import progress, say
+from attnscope.common.watcher import begin_step
 from attnscope.profile.analysis.result import Result
 from attnscope.profile.render.chrome_trace import write_chrome_trace
 from attnscope.profile.render.files import to_json, write_csv
@@ -50,11 +51,21 @@ FORMATS: dict[str, Callable[[Result, Path], list[Path]]] = {
 
 
 def write_all(profile: Result, folder: Path) -> str:
-    """Write every format in a folder. Returns a sentence with the names of the files."""
+    """Write every format in a folder. Returns a sentence with the names of the files.
+
+    If one cannot be written, the others are; then its error is raised, or the first of several.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     written: list[str] = []
+    failures: list[Exception] = []
     with progress(f"writing {folder}") as report:
-        for at, write in enumerate(FORMATS.values()):
+        for at, (name, write) in enumerate(FORMATS.items()):
             report(at / len(FORMATS))
-            written += [path.name for path in write(profile, folder)]
+            begin_step(f"writing {name} in {folder}")
+            try:
+                written += [path.name for path in write(profile, folder)]
+            except Exception as error:
+                failures.append(error)
+    if failures:
+        raise failures[0]
     return f"wrote {', '.join(sorted(written))} in {folder}"

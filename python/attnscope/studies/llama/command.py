@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from attnscope.common.forms import TERMINAL, AsJson, Form, form_of
 from attnscope.common.options import Device, bad_input, pick_device
 from attnscope.studies.outputs import Output, bad_output, finish, progress, start
 from attnscope.studies.records import Row
@@ -24,6 +25,8 @@ def transformers_command(
     batch: Size = 4,
     context: Size = 1024,
     device: Device = None,
+    form: Form = TERMINAL,
+    as_json: AsJson = False,
 ) -> None:
     """Profile a Llama model of Hugging Face transformers with attention eager, sdpa and attnscope.
 
@@ -38,7 +41,7 @@ def transformers_command(
         from attnscope.studies.llama.report import transformers_report
         from attnscope.studies.llama.run import Llama, run_all
 
-        where = pick_device(device)
+        where, form = pick_device(device), form_of(form, as_json)
         shape = Llama(
             layers=layers,
             hidden=hidden,
@@ -58,7 +61,7 @@ def transformers_command(
 
     with bad_output(COMMAND, output):
         run_all(shape, where, on_done=keep)
-    finish(COMMAND, lambda: transformers_report(results.rows, results.env), stem)
+    finish(COMMAND, lambda: transformers_report(results.rows, results.env), stem, form)
     statuses = {record["status"] for record in results.rows}
     if "ok" not in statuses or statuses & {"wrong", "failed"}:
         raise typer.Exit(1)

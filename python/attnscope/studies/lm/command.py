@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attnscope.common.console import say
+from attnscope.common.forms import TERMINAL, AsJson, Form, form_of
 from attnscope.common.options import Device, bad_input, integers, pick_device, split
-from attnscope.nsight.output import TERMINAL, AsJson, Form, form_of
 from attnscope.studies.lm.model import PRECISIONS, SIZES, TINY, model_config
 from attnscope.studies.outputs import Output, bad_output, finish, progress, start
 
@@ -107,6 +107,8 @@ def pair_command(
     output: Output = Path("pair_report"),
     timeout: Timeout = 600.0,
     device: Device = None,
+    form: Form = TERMINAL,
+    as_json: AsJson = False,
 ) -> None:
     """Profile a plain transformer training loop and its optimised twin; say what changed and why.
 
@@ -116,12 +118,13 @@ def pair_command(
         from attnscope.bench.impls import resolve
         from attnscope.studies.lm.pair import pair_report, recipes, runs
 
-        where = str(pick_device(device))
+        where, form = str(pick_device(device)), form_of(form, as_json)
         (fused,) = resolve([impl])
         ways = recipes(fused.name, batch, larger_batch)
         todo = runs(model_config(model, context), ways, where)
     results = _measure(todo, output / "pair", timeout, where)
-    finish("profile_model", lambda: pair_report(results.rows, results.env), output / "pair")
+    stem = output / "pair"
+    finish("profile_model", lambda: pair_report(results.rows, results.env), stem, form)
 
 
 def _measure(

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from attnscope.common.console import say
+from attnscope.common.forms import TERMINAL, AsJson, Form, form_of
 from attnscope.common.options import bad_input, make_folder
 from attnscope.common.results import Results, read_record
-from attnscope.nsight.output import TERMINAL, AsJson, Form, form_of, show
+from attnscope.nsight.output import show
 from attnscope.nsight.tool import ToolError
 from attnscope.profile.render.document import Document, Section
 from attnscope.studies.lm.nsys import compare_rows, read_folder, record_all

@@ -66,7 +66,7 @@ def record_with_averages(name: str, region: Callable[[], Any]) -> tuple[Profile,
 
     Raises LostEvents where the profile is incomplete, and what the region raises.
     """
-    recorder = Recorder(name, Options(shapes=False))
+    recorder = Recorder(name, Options(shapes=False), averages=True)
     recorder.start()
     try:
         region()

@@ -6,7 +6,6 @@ that work and something more: what, and at most how much, is stated before the c
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -15,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from attnscope.bench.hold import HoldTimeout
 from attnscope.bench.timing import Settings, Timing, make_timer, time_interleaved
+from attnscope.common.console import explain
 from attnscope.profile.attribution.owners import Attribution, busy_ns
 from attnscope.profile.errors import LostEvents
 from attnscope.profile.trace.events import GpuEvent
+from attnscope.studies.attention import resting
 from attnscope.studies.ops.kineto import Averages, record_with_averages
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ RETRIES = 2  # when events were lost
 # Idle time of the GPU after each call, as a multiple of the call's time, in the profile and between
 # samples: calls back to back reach the power limit, and their clock then falls.
 REST = 2.0
-MOST_REST_S = 0.1  # a first call may compile for long
 
 Call = Callable[[], Any]
 
@@ -122,16 +122,16 @@ def measurements(
     """The three tools' times, the profiler's first. `pair_us`: what an empty event pair lasts."""
     gaps_us = GAP_US * max(0.0, work.pieces - 1)
     overlap = f"; {work.overlap_us:.1f} us of it run at the same time" if work.overlap_us else ""
-    pieces = f"{work.pieces:g} kernels and copies"
+    pieces = pieces_text(work.pieces)
     beyond = (
         f"the events themselves (an empty pair: {pair_us:.1f} us), the start of the first kernel"
         f" and the gaps of {pieces}"
     )
     beyond_us = pair_us + START_US + gaps_us
-    error = f"{type(graph.error).__name__}: {graph.error}" if graph.error else None
+    error = explain(graph.error) if graph.error else None
     waits = "waits for the GPU itself, so its launch cannot be kept out of the time"
     return (
-        Measurement("torch profiler", work.sums_us, f"nothing: the sum of {pieces}{overlap}"),
+        Measurement("torch profiler", work.sums_us, f"nothing else: the sum of {pieces}{overlap}"),
         Measurement(
             "CUDA events",
             [] if events.error else [1e3 * ms for ms in events.samples_ms],
@@ -183,6 +183,11 @@ def compare(found: Sequence[Measurement], tolerance: float = TOLERANCE) -> panda
     return pandas.DataFrame(rows, columns=[*columns.split(), "agrees", "reason"])
 
 
+def pieces_text(count: float) -> str:
+    """The pieces of GPU work of a call."""
+    return "1 kernel or copy" if count == 1 else f"{count:g} kernels and copies"
+
+
 def _p20_p80(samples: Sequence[float]) -> tuple[float, float]:
     if len(samples) == 1:
         return samples[0], samples[0]
@@ -205,11 +210,8 @@ def record_calls(fn: Call, samples: int, warmup: int = 3) -> tuple[Profile, Aver
 
     def calls() -> None:
         for _ in range(samples):
-            begin = time.perf_counter()
-            with torch.profiler.record_function(CALL):
+            with resting(REST), torch.profiler.record_function(CALL):
                 fn()
-            torch.cuda.synchronize()
-            time.sleep(min(REST * (time.perf_counter() - begin), MOST_REST_S))
 
     for _ in range(warmup):
         calls()

@@ -15,18 +15,19 @@ import numpy as np
 import typer
 
 from attnscope.common.console import say
+from attnscope.common.forms import TERMINAL, AsJson, Form, form_of
 from attnscope.common.options import bad_input, make_folder, pick_device
 from attnscope.nsight import ncu, nsys
 from attnscope.nsight.analysis import Analysis
 from attnscope.nsight.ncu import Settings as NcuSettings
 from attnscope.nsight.nsys import NsysSettings
-from attnscope.nsight.output import TERMINAL, AsJson, Form, form_of, show
+from attnscope.nsight.output import show
 from attnscope.nsight.recording import Recording
 from attnscope.nsight.tool import ToolError
 from attnscope.profile.render.document import Document, Section, rows_of
 from attnscope.ranges import DOMAIN
 from attnscope.studies.attention import BACKWARD, FORWARD, prepare
-from attnscope.studies.ops.reconcile import Measurement, compare, measure
+from attnscope.studies.ops.reconcile import REST, Measurement, compare, measure, pieces_text
 
 COMMAND = "reconcile_tools"
 NSYS_TOLERANCE = 0.005  # the same activity records as PyTorch's profiler, in another process
@@ -46,7 +47,7 @@ def nsys_measurement(recording: Recording, range_: str, calls: int) -> Measureme
             f"{range_} must have the same work in each of {calls} calls, got {pieces} pieces"
         )
     sums = of.duration.reshape(calls, -1).sum(1)
-    beyond = f"nothing: the sum of {pieces // calls} kernels and copies, in another process"
+    beyond = f"nothing else: the sum of {pieces_text(pieces // calls)}, in another process"
     return Measurement("nsys", (sums / 1e3).tolist(), beyond, tolerance=NSYS_TOLERANCE)
 
 
@@ -74,7 +75,8 @@ def record_ncu(program: Sequence[str], range_: str, calls: int, folder: Path) ->
         sums = np.array(times, float).reshape(calls, -1).sum(1)
     except (ToolError, ValueError) as error:
         return Measurement("ncu", reason=str(error).splitlines()[0])
-    beyond = f"nothing: the sum of {len(times) // calls} kernels, each alone and replayed"
+    pieces = pieces_text(len(times) // calls)
+    beyond = f"nothing else: the sum of {pieces}, each alone and replayed"
     return Measurement("ncu", (sums / 1e3).tolist(), beyond, tolerance=NCU_TOLERANCE)
 
 
@@ -95,6 +97,8 @@ def reconcile_command(
 
     Exit codes: 1 a tool differs by more than it may, 2 bad input or no GPU.
     """
+    import torch
+
     from attnscope.bench.impls import resolve
     from attnscope.bench.workload_text import parse_workload
 
@@ -104,13 +108,20 @@ def reconcile_command(
         (one,) = resolve([impl])
         work = parse_workload(workload)
         kinds = (FORWARD, BACKWARD) if backward else (FORWARD,)
-        passes = prepare(one, work, 0, where, kinds)
         make_folder(output)
+        # A backward runs on the stream of its forward, which a graph can capture if it is not the
+        # default one.
+        stream = torch.cuda.Stream(where)
+        with torch.cuda.stream(stream):
+            passes = prepare(one, work, 0, where, kinds)
     program = [sys.executable, "-m", "attnscope.studies.attention", "--impl", one.name]
-    program += ["--workload", workload, "--mode", "both" if backward else FORWARD, "--no-profile"]
+    program += ["--workload", workload, "--mode", "both" if backward else FORWARD]
+    program += ["--no-profile", "--rest", str(REST)]
     sections, agree = [], True
     for each in passes:
-        found, range_ = list(measure(each.call, samples=samples)), f"{each.range}@{DOMAIN}"
+        with torch.cuda.stream(stream):
+            found = list(measure(each.call, samples=samples))
+        range_ = f"{each.range}@{DOMAIN}"
         with bad_input(COMMAND):
             found.append(record_nsys(program, range_, samples, output / f"nsys-{each.kind}"))
             found.append(record_ncu(program, range_, NCU_CALLS, output / f"ncu-{each.kind}"))
