@@ -227,21 +227,17 @@ def print_choice(call: Call, choice: dict[str, Any]) -> None:
     """Print the tile that serves a call, its row, the reason, and the number of tiles and waves."""
     tile = choice["tile"]
     major, minor = divmod(call.capability, 10)
-    say(
-        f"{choice['kernel']}, tile {tile_size(tile)} at head dim {tile_head_dim(tile)}: "
-        f"{choice['rule']}"
-    )
+    kernel, rule = choice["kernel"], choice["rule"]
+    say(f"{kernel}, tile {tile_size(tile)} at head dim {tile_head_dim(tile)}: {rule}")
     if choice["not_sm90"]:
-        operation = choice["kernel"].partition("_")[2]
-        say(f"not sm90_{operation}: {choice['not_sm90']}")
+        say(f"not sm90_{kernel.partition('_')[2]}: {choice['not_sm90']}")
     show_table(choice_table(tile))
     at_most = "at most " if call.packed else ""
     waves = choice["tiles"] * tile.get("cluster", 1) / choice["resident_blocks"]
     size = f"{tile['block_n']} keys"
     if "heads_per_tile" in tile:
         size = f"{tile['block_m'] * tile['heads_per_tile']} rows"
-    heads = choice["heads_side_by_side"]
-    if heads > 1:
+    if (heads := choice["heads_side_by_side"]) > 1:
         say(f"{heads} query heads of a key head share a tile: a row is a (query, head) pair")
     say(
         f"{at_most}{choice['tiles']:,} tiles of up to {size}, {at_most}{choice['blocks']:,} "
@@ -323,10 +319,8 @@ def kernels_command(
             capability=capability,
         )  # fmt: skip
         choice = choose_backward(call) if backward else choose_forward(call)
-    if form == JSON:
-        print(json.dumps({"call": call._asdict(), **choice}, indent=1))
-        return
-    with printed(form, "kernels"):
+    with printed(form, "kernels") as facts:
+        facts |= {"call": call._asdict(), **choice}
         print_choice(call, choice)
 
 
