@@ -151,6 +151,7 @@ def test_a_call_that_waits_for_the_gpu_ends_with_the_reason_and_the_next_ones_ar
     assert sorted(timings["fine"].samples_ms)[1] < 0.1  # another process may delay one
 
 
+@pytest.mark.timing
 def test_cold_is_slower_than_warm_and_does_not_depend_on_the_flush():
     x = torch.randn(1 << 20, device=GPU)  # 4 MiB: stays in L2 unless flushed
     l2 = torch.cuda.get_device_properties(GPU).L2_cache_size

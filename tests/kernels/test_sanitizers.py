@@ -82,6 +82,15 @@ def test_the_calls_use_every_tile_of_the_table_and_its_slots_again():
     assert estimated <= {c.row for c in shapes}
 
 
+def test_the_tensors_of_every_call_are_in_the_pool():
+    for part in sanitized_calls.PARTS.values():
+        for c in part():
+            lengths = c.seqlens or ((c.seqlen_q, c.seqlen_k),) * c.batch
+            queries, keys = (sum(pair[i] for pair in lengths) + 5 for i in (0, 1))
+            most = max(queries * c.heads_q, keys * c.heads_kv) * c.head_dim
+            assert most <= sanitized_calls.POOL, c
+
+
 def backward_tile(c: Case, kernel: str) -> tuple[int, int, int]:
     """(head dim, queries, keys) of the tile that serves the backward of a case on an H200."""
     call = Call(
