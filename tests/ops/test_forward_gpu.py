@@ -159,6 +159,14 @@ def test_packed_batches_of_long_sequences(target, head_dim, mask):
     assert_workload_passes(target, seqlens=seqlens, head_dim=head_dim, **heads, **MASKS[mask])
 
 
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("heads", [12, 40])
+def test_packed_batches_of_two_sequences_with_most_rows(target, heads, mask):
+    seqlens = [(2304, 700), (2290, 90)]  # both may have lower tiles at their end
+    heads = {"heads_q": heads, "heads_kv": heads}
+    assert_workload_passes(target, seqlens=seqlens, head_dim=128, **heads, **MASKS[mask])
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_behaviour(target, case):
     case(target)

@@ -58,8 +58,9 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
   a.section = Divisor::of(a.order.section);
   a.section_tiles = Divisor::of(static_cast<int>(
       std::clamp<int64_t>(int64_t{a.order.section} * m_blocks, 1, kMostTiles)));  // dense: no more
-  const int64_t tiles =
-      a.order.tiles() + int64_t{a.order.last} * (a.last_m_blocks - a.order.m_blocks);
+  // Two sequences of a packed batch may have most rows: then both have lower tiles at their end.
+  const int64_t ends = int64_t{a.order.last} * (p.packed() ? p.batch : 1);
+  const int64_t tiles = a.order.tiles() + ends * (a.last_m_blocks - a.order.m_blocks);
   // The sequences of a packed batch have at most `tiles` tiles, and usually far fewer.
   if (tiles > kMostTiles && !p.packed()) return cudaErrorInvalidConfiguration;
   a.tiles = static_cast<int>(std::min<int64_t>(tiles, kMostTiles));

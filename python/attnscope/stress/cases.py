@@ -70,6 +70,7 @@ def all_cases(mode: str = "forward") -> Iterator[Case]:
     # Lower tiles at the end of a launch, also of a sequence that has most rows of a packed batch.
     yield case(1, 2304, 700, 12, 12)
     yield case(heads_q=12, heads_kv=12, seqlens=((2304, 700), *((64, 64),) * 20))
+    yield case(heads_q=12, heads_kv=12, seqlens=((2304, 700), (2290, 90)))
     # Grouped heads, few tiles and more; sequences of all lengths.
     for count in (9, 40):
         seqlens = ((70, 500), (20, 90), (30, 1500), (1, 64)) * count
