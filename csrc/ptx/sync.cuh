@@ -16,11 +16,6 @@ __device__ __forceinline__ void fence_proxy_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// Barrier number `id` (1 to 15) among `threads` threads, whole warps. PTX ISA 9.7.13.1.
-__device__ __forceinline__ void barrier_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 // The lane id, read again at each call: the compiler then keeps no value derived from it in
 // registers between uses.
 __device__ __forceinline__ int lane() {

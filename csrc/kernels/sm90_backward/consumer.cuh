@@ -142,7 +142,7 @@ class BackwardConsumer {
     store_key_gradients<Config>(a, *tile, consumer, staging(), dk, dv);
     if (a.whole_heads && ptx::uniform(tile->key_block) == 0) store_query_gradients();
     // Other warps write dS where this one staged.
-    ptx::barrier_sync(1 + consumer, 128);
+    ptx::named_barrier(1 + consumer, 128);
     inject(Fault::kReleaseTile, tiles);
     release(s.tile_empty[Slot<Config::kTileBuffers>(tiles).stage]);
   }
@@ -203,7 +203,7 @@ class BackwardConsumer {
       }
     }
     ptx::fence_proxy_async();
-    ptx::barrier_sync(1 + consumer, 128);
+    ptx::named_barrier(1 + consumer, 128);
   }
 
   __device__ __forceinline__ void probabilities(Scores& p, Packed& packed,

@@ -13,6 +13,7 @@
 #include "kernels/sm90_backward/config.cuh"
 #include "ptx/address.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/named_barrier.cuh"
 #include "ptx/sync.cuh"
 
 namespace attnscope::sm90 {

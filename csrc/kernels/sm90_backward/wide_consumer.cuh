@@ -220,7 +220,7 @@ class KeyConsumer : WideConsumer<Config> {
       }
       Base::await(dk);
     }
-    ptx::barrier_sync(kBarrier, 128);  // after the last product of each warp
+    ptx::named_barrier(kBarrier, 128);  // after the last product of each warp
     Base::store(dk, a.scale, a.params.dk, a.params.dk_stride, a.params.forward.head_dim,
                 ptx::shared_address(s.v));
   }
@@ -274,7 +274,7 @@ class KeyConsumer : WideConsumer<Config> {
     store_scores<Config>(shared, ds);
     ptx::fence_proxy_async();
     inject(Fault::kScores, i);
-    ptx::barrier_sync(kBarrier, 128);
+    ptx::named_barrier(kBarrier, 128);
     if (threadIdx.x % 128 == 0) {
       const uint32_t full = ptx::shared_address(&s.ds_full[slot.stage]);
       ptx::mbarrier_arrive_expect_tx(full, Config::kScoreBytes);

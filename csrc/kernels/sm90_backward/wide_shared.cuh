@@ -169,7 +169,7 @@ class WideRole {
       }
     }
     ptx::fence_proxy_async();
-    ptx::barrier_sync(barrier, 128);
+    ptx::named_barrier(barrier, 128);
   }
 
   // On the uniform datapath, and computed again for each use: with 64-bit descriptors of its own

@@ -5,6 +5,7 @@
 #include "kernels/sm90_forward/shared.cuh"
 #include "kernels/sm90_forward/softmax.cuh"
 #include "ptx/ldmatrix.cuh"
+#include "ptx/named_barrier.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/tma.cuh"
 
@@ -56,9 +57,9 @@ __device__ __forceinline__ void exchange_output(Fragments<Config>& f,
                                                 PartialOutput<Config, true>& partial, int warp,
                                                 bool gives) {
   if (gives) give_output<Config>(f, partial, warp);
-  ptx::barrier_sync(1 + warp, 64);
+  ptx::named_barrier(1 + warp, 64);
   if (!gives) add_output<Config>(f, partial, warp);
-  ptx::barrier_sync(5 + warp, 64);
+  ptx::named_barrier(5 + warp, 64);
 }
 
 // Stores a warp's 16 rows through shared memory, in blocks of 64 columns. TMA clips them to the

@@ -73,7 +73,7 @@ Budget = Annotated[
     float | None,
     typer.Option(
         help="Seconds of timing for each workload, all impls together (10 to 50 samples of"
-        " each). Left out: 2 on a GPU, 1 on a CPU."
+        " each; 5 of calls that take 10 s in all). Left out: 2 on a GPU, 1 on a CPU."
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the inputs and of the order of timing.")]
@@ -121,8 +121,8 @@ def bench_command(
     rest: Annotated[
         float,
         typer.Option(
-            help="Idle time after each sample, as a multiple of the sample's time. 0: none;"
-            " back-to-back samples may reach the power limit and throttle."
+            help="Idle time after each sample, as a multiple of the sample's time; 0.1 s at most."
+            " 0: none; back-to-back samples may reach the power limit and throttle."
         ),
     ] = 2.0,
     layouts: Layouts = None,
