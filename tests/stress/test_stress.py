@@ -205,6 +205,18 @@ def test_the_command_prints_wrong_rows_and_exits_by_them(
     assert message in output
 
 
+def test_each_case_that_ends_is_a_line_on_stderr(monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: Child([GOOD, WRONG], -9))
+    app = Typer()
+    app.command()(stress_command)
+    given = [f"--library={_load.PACKAGE / '_C.so'}", "--calls=90", "--json"]
+    result = CliRunner().invoke(app, given)
+    lines = [re.sub(r"[\d.]+ s", "T", line) for line in result.stderr.splitlines()]
+    assert lines == ["7 of 90 calls done, 0 wrong, T: a", "14 of 90 calls done, 2 wrong, T: b"]
+    found = json.loads(result.stdout)
+    assert (found["calls"], found["wrong_calls"], len(found["cases"])) == (14, 2, 2)
+
+
 def test_the_command_passes_its_options_on(monkeypatch):
     commands = []
     monkeypatch.setattr(subprocess, "Popen", lambda c, **_: commands.append(c) or Child([GOOD], 0))

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,9 +48,9 @@ def stress_command(
     Builds the CUDA library with -DATTNSCOPE_FAULTS on first use (it needs nvcc and the source
     tree). Copies, releases and tiles are delayed at random by up to --cycles; each case is compared
     with fp64 first. The protocol is correct if no delay changes a bit. dq of a backward call that
-    is not deterministic may differ by the rounding of its sums. Exit code 0: no row is wrong. 1:
-    wrong rows, printed with the plan that repeats them, or a kernel that hangs. 2: bad input, or
-    the run broke off.
+    is not deterministic may differ by the rounding of its sums. Each case that ends is a line on
+    stderr. Exit code 0: no row is wrong. 1: wrong rows, printed with the plan that repeats them, or
+    a kernel that hangs. 2: bad input, or the run broke off.
     """
     with bad_input("stress"):
         form = form_of(form, as_json)
@@ -72,16 +73,17 @@ def stress_command(
     command += [f"--mode={mode}", *["--deterministic"] * deterministic, *["--beside"] * beside]
     environment = os.environ | {"ATTNSCOPE_CUDA_LIBRARY": str(path.resolve())}
     with printed(form, "stress") as facts:
-        code = _run(command, environment, HANG_S + calls / 100, facts)
+        code = _run(command, environment, calls, facts)
     raise typer.Exit(code)
 
 
-def _run(
-    command: list[str], environment: dict[str, str], limit_s: float, facts: dict[str, Any]
-) -> int:
-    """Run the cases in another process, print what is wrong, and return the exit code."""
+def _run(command: list[str], environment: dict[str, str], calls: int, facts: dict[str, Any]) -> int:
+    """Run the cases in another process, print what is wrong, and return the exit code.
+
+    Each case has a line on stderr once it has ended, so a run that is cut off says what it did.
+    """
     rows: list[dict[str, Any]] = []
-    last = "the start"
+    last, began, limit_s = "the start", time.monotonic(), HANG_S + calls / 100
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         watch = Watch(child, limit_s)
@@ -90,6 +92,9 @@ def _run(
             row = json.loads(line)
             last = row["case"]
             rows.append(row)
+            done, wrong = (sum(row[name] for row in rows) for name in ("calls", "wrong_calls"))
+            spent = time.monotonic() - began
+            say(f"{done} of {calls} calls done, {wrong} wrong, {spent:.1f} s: {last}", stderr=True)
             if row["error"]:
                 say(f"{row['case']}: against fp64, without delays: {row['error']}", "red")
             if row["wrong_calls"]:
