@@ -63,9 +63,9 @@ def program(case: str) -> list[str]:
     return [str(PROGRAMS / name), *arguments]
 
 
-def alone(case: str) -> list[str]:
-    """A program that waits until no other one uses its GPU."""
-    return [str(PROGRAMS / "alone.py"), *program(case)]
+def alone(*command: str) -> list[str]:
+    """A program, or `-m` and a module, that waits until no other one uses its GPU."""
+    return [str(PROGRAMS / "alone.py"), *command]
 
 
 def nsys_report(folder: Path, command: list[str]) -> Path:
@@ -99,7 +99,7 @@ def nsys_kernels(folder: Path, command: list[str], name: str | None = None) -> t
 def record(folder: Path, command: list[str]) -> dict[str, Any]:
     """The record of a program under the profiler."""
     ours = ["-m", "attnscope", "profile", "--output", str(folder / "out")]
-    run(sys.executable, *ours, *command, folder=folder)
+    run(sys.executable, *alone(*ours, *command), folder=folder)
     found: dict[str, Any] = json.loads((folder / "out" / "profile.json").read_text())
     return found
 
@@ -137,14 +137,14 @@ def test_counts_and_time_are_those_of_nsys(case: str, tmp_path: Path, agree: Agr
     if case == "hugging_face.py" and find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
     if "--compile" in case:
-        run(sys.executable, *alone(case), folder=tmp_path)  # fills the caches
+        run(sys.executable, *alone(*program(case)), folder=tmp_path)  # fills the caches
 
     def compare() -> bool:
-        found = record(tmp_path, alone(case))
+        found = record(tmp_path, program(case))
         owned = found["attribution"]
         assert found["incomplete"] is None and found["lint"]["trusted"], found["lint"]
         ours = (owned["kernels"], owned["total_us"] * 1e3)
-        theirs = nsys_kernels(tmp_path, alone(case))
+        theirs = nsys_kernels(tmp_path, alone(*program(case)))
         assert owned["share"] >= CASES[case]
         return agree(case, ours, theirs, owned["share"])
 
@@ -152,7 +152,7 @@ def test_counts_and_time_are_those_of_nsys(case: str, tmp_path: Path, agree: Agr
 
 
 def test_a_trace_that_a_script_recorded_itself_is_read(tmp_path: Path, agree: Agree) -> None:
-    script = alone("own_profiler.py")
+    script = alone(*program("own_profiler.py"))
 
     def compare() -> bool:
         run(sys.executable, *script, str(tmp_path / "own.json"), folder=tmp_path)
