@@ -82,6 +82,8 @@ def profile_command(
         window = None if steps is None else parse_steps(steps)
         found: Profile | None
         rank = None
+        # PyTorch's own events are freed while the files are written, which takes half a second.
+        recordings: list[profile] = []
         if trace is not None:
             found, code = Profile.read(trace, window, step_range), 0
         else:
@@ -103,13 +105,14 @@ def profile_command(
             }  # fmt: skip
             children = child_seconds()
             with nullcontext() if form == "text" else redirect_stdout(sys.stderr):
-                found, code = _record(run, options)
+                recordings.append(profile(run.name, after_steps=run.end, **options))
+                found, code = _record(run, recordings[0])
             if note := unrecorded_children(children):
                 say(f"profile: {note}", "yellow", stderr=True)
         if found is None:
             raise typer.Exit(code)
         try:
-            over = show_rank(found, how, rank) if rank else show(found, how)
+            over = show_rank(found, how, rank) if rank else show(found, how, recordings.clear)
             code = code or over
         except BrokenPipeError:
             raise
@@ -121,14 +124,14 @@ def profile_command(
     raise typer.Exit(code or int(found.incomplete is not None or not found.lint.trusted))
 
 
-def _record(run: Script, options: dict[str, Any]) -> tuple[Profile | None, int]:
+def _record(run: Script, recording: profile) -> tuple[Profile | None, int]:
     """Run the script; return its profile (None if nothing was recorded) and the exit code.
 
     Raises ValueError if the recording cannot be made.
     """
     code, region = 0, None
     try:
-        with profile(run.name, after_steps=run.end, **options) as region:
+        with recording as region:
             begin_step("running the script")
             code = run.run()
     except KeyboardInterrupt:

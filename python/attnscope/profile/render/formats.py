@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+from attnscope.common.child import Child
 from attnscope.common.console import progress, say
 from attnscope.common.watcher import begin_step
 from attnscope.profile.analysis.result import Result
@@ -32,11 +34,15 @@ def _html(profile: Result, folder: Path) -> list[Path]:
 def _chrome_trace(profile: Result, folder: Path) -> list[Path]:
     """The trace with our rows; a trace that was read from this folder is not changed."""
     path = folder / "trace.json"
-    if path.exists() and path.samefile(profile.source):
+    if _is_source(profile, path):
         say(f"{path} is the trace that was read: it stays unchanged", "yellow")
         return []
     write_chrome_trace(profile, path)
     return [path]
+
+
+def _is_source(profile: Result, path: Path) -> bool:
+    return path.exists() and path.samefile(profile.source)
 
 
 # Each function writes files in a folder and returns their paths. CSV comes first: it removes tables
@@ -48,24 +54,51 @@ FORMATS: dict[str, Callable[[Result, Path], list[Path]]] = {
     "markdown": _markdown,
     "chrome trace": _chrome_trace,
 }
+# Formats of a large trace that a child writes while this process goes on: the first two from the
+# start, JSON once the tables are made and CSV is written.
+FROM_START = ("html", "chrome trace")
+BESIDE = (*FROM_START, "json")
+LARGE = 50_000  # events
 
 
-def write_all(profile: Result, folder: Path) -> str:
+def write_all(profile: Result, folder: Path, meanwhile: Callable[[], object] = lambda: None) -> str:
     """Write every format in a folder. Returns a sentence with the names of the files.
 
-    If one cannot be written, the others are; then its error is raised, or the first of several.
+    `meanwhile` is called where this process only waits. If one format cannot be written, the others
+    are; then its error is raised, or the first of several.
     """
     folder.mkdir(parents=True, exist_ok=True)
     written: list[str] = []
     failures: list[Exception] = []
-    with progress(f"writing {folder}") as report:
-        for at, (name, write) in enumerate(FORMATS.items()):
-            report(at / len(FORMATS))
-            begin_step(f"writing {name} in {folder}")
-            try:
-                written += [path.name for path in write(profile, folder)]
-            except Exception as error:
-                failures.append(error)
+    children: list[tuple[str, Child]] = []
+    large = len(profile.trace.cpu) + len(profile.trace.gpu) >= LARGE
+
+    def collect(name: str, write: Callable[[], list[str]]) -> None:
+        begin_step(f"writing {name} in {folder}")
+        try:
+            written.extend(write())
+        except Exception as error:
+            failures.append(error)
+
+    try:
+        with progress(f"writing {folder}") as report:
+            for at, name in enumerate(sorted(FORMATS, key=lambda n: large and n not in FROM_START)):
+                report(at / len(FORMATS))
+                write = partial(_write, name, profile, folder)
+                if large and name in BESIDE and not _is_source(profile, folder / "trace.json"):
+                    children.append((name, Child(write)))
+                else:
+                    collect(name, write)
+            meanwhile()
+            for name, child in children:
+                collect(name, child.result)
+    finally:
+        for _, child in children:
+            child.kill()
     if failures:
         raise failures[0]
     return f"wrote {', '.join(sorted(written))} in {folder}"
+
+
+def _write(name: str, profile: Result, folder: Path) -> list[str]:
+    return [path.name for path in FORMATS[name](profile, folder)]

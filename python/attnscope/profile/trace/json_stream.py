@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
+import io
 import json
 import math
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from attnscope.common.child import SILENT_S, Child
+
 CHUNK = 1 << 20
+POLL_S = 0.002
 # Maximum length of a JSON value in characters; no event of a profiler is longer.
 LONGEST_VALUE = 1 << 24
 
@@ -43,12 +49,55 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 @contextmanager
-def open_trace(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
-    """Open the text of a chrome trace, `.json` or `.json.gz`."""
-    opener: Callable[..., IO[str]] = gzip.open if str(path).endswith(".gz") else open
+def open_trace(path: str | os.PathLike[str], writer: Child | None = None) -> Iterator[IO[str]]:
+    """Open the text of a chrome trace: `.json`, `.json.gz`, or one that `writer` still writes."""
     # Replace invalid bytes: PyTorch may garble a name, but the rest is readable.
-    with opener(path, "rt", encoding="utf-8", errors="replace") as file:
+    how: dict[str, Any] = {"encoding": "utf-8", "errors": "replace"}
+    if writer is not None:
+        with Growing(Path(path), writer) as raw:
+            yield io.TextIOWrapper(io.BufferedReader(raw, CHUNK), **how)
+        return
+    opener: Callable[..., IO[str]] = gzip.open if str(path).endswith(".gz") else open
+    with opener(path, "rt", **how) as file:
         yield file
+
+
+class Growing(io.RawIOBase):
+    """A file, from its first byte on, that a child writes: it ends where the child has ended.
+
+    PyTorch writes it as `<path>.tmp` and renames that last, or under its own name.
+    """
+
+    def __init__(self, path: Path, writer: Child) -> None:
+        self.writer = writer
+        while True:
+            ended = writer.ended(POLL_S)
+            for name in (f"{path}.tmp", path):
+                with suppress(FileNotFoundError):
+                    self.file = open(name, "rb", buffering=0)  # noqa: SIM115
+                    return
+            if ended:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+    def readable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self.file.fileno()
+
+    def readinto(self, buffer: Any) -> int:
+        since = time.monotonic()
+        while True:
+            ended = self.writer.ended()
+            if (count := self.file.readinto(buffer)) or ended:
+                return count or 0
+            if time.monotonic() - since > SILENT_S:
+                self.writer.kill()
+            self.writer.ended(POLL_S)
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
 
 
 def read_lines(file: IO[str], size: int) -> str:

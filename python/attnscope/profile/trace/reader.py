@@ -23,6 +23,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from attnscope.common.child import Child
 from attnscope.common.collector import collector_off
 from attnscope.common.console import progress
 from attnscope.profile.trace.collectives import collective_of
@@ -70,22 +71,23 @@ NO_INPUTS = (None, None, None)
 
 
 @collector_off()
-def read_trace(path: str | os.PathLike[str]) -> Trace:
-    """Read a `.json` or `.json.gz` that `export_chrome_trace` wrote.
+def read_trace(path: str | os.PathLike[str], writer: Child | None = None) -> Trace:
+    """Read a `.json` or `.json.gz` that `export_chrome_trace` wrote, or that `writer` still writes.
 
     Raises ValueError, with the position, for a file that is truncated, not JSON or not a trace.
     """
     trace = Trace()
     builder = _Builder(trace)
     try:
-        with open_trace(path) as file, progress(f"reading {Path(path).name}") as report:
-            text, size = JsonText(file, Path(path)), os.fstat(file.fileno()).st_size
+        with open_trace(path, writer) as file, progress(f"reading {Path(path).name}") as report:
+            text = JsonText(file, Path(path))
             for key, value in text.members("traceEvents", EVENT):
                 if key == "traceEvents":
                     for at, item in enumerate(value, 1):
                         builder.add_checked(item, at, path)
                         if not at % REPORTED:
-                            report(os.lseek(file.fileno(), 0, os.SEEK_CUR) / size)
+                            place = os.lseek(file.fileno(), 0, os.SEEK_CUR)
+                            report(place / os.fstat(file.fileno()).st_size)
                 elif key == "deviceProperties":
                     trace.devices = plain(value) or []
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
