@@ -12,7 +12,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-SILENT_S = 60.0  # a child that needs so much longer than this process had waited for it hangs
+SILENT_S = 60.0  # a child that is silent for longer hangs
+# Children pay for a trace of this size, where this process may use this number of cores.
+EVENTS, CORES = 50_000, 4
+FORKS = hasattr(os, "sched_getaffinity")  # elsewhere than on Linux, a fork may not go on
 _seconds = 0.0  # CPU seconds of all children that have ended
 
 
@@ -27,7 +30,9 @@ class Child:
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self.work, self.began, self.pid = work, time.monotonic(), 0
-        self.failed = False
+        self.failed = not FORKS
+        if self.failed:
+            return
         read, write = os.pipe()
         try:
             with warnings.catch_warnings():  # that locks of other threads stay locked: see above
@@ -81,6 +86,11 @@ class Child:
                 used = os.wait4(self.pid, 0)[2]
                 _seconds += used.ru_utime + used.ru_stime
             self.pid = 0
+
+
+def pays(events: int) -> bool:
+    """Whether work on this number of events is worth several processes here."""
+    return FORKS and events >= EVENTS and len(os.sched_getaffinity(0)) >= CORES
 
 
 def child_seconds() -> float:

@@ -9,6 +9,8 @@ from typing import Any
 
 import typer
 
+from attnscope.common.child import EVENTS
+from attnscope.common.collector import never_free
 from attnscope.common.console import explain, say
 from attnscope.common.options import bad_input, make_folder
 from attnscope.common.watcher import begin_step, watched
@@ -82,8 +84,6 @@ def profile_command(
         window = None if steps is None else parse_steps(steps)
         found: Profile | None
         rank = None
-        # PyTorch's own events are freed while the files are written, which takes half a second.
-        recordings: list[profile] = []
         if trace is not None:
             found, code = Profile.read(trace, window, step_range), 0
         else:
@@ -105,14 +105,13 @@ def profile_command(
             }  # fmt: skip
             children = child_seconds()
             with nullcontext() if form == "text" else redirect_stdout(sys.stderr):
-                recordings.append(profile(run.name, after_steps=run.end, **options))
-                found, code = _record(run, recordings[0])
+                found, code = _record(run, options)
             if note := unrecorded_children(children):
                 say(f"profile: {note}", "yellow", stderr=True)
         if found is None:
             raise typer.Exit(code)
         try:
-            over = show_rank(found, how, rank) if rank else show(found, how, recordings.clear)
+            over = show_rank(found, how, rank) if rank else show(found, how)
             code = code or over
         except BrokenPipeError:
             raise
@@ -124,12 +123,13 @@ def profile_command(
     raise typer.Exit(code or int(found.incomplete is not None or not found.lint.trusted))
 
 
-def _record(run: Script, recording: profile) -> tuple[Profile | None, int]:
+def _record(run: Script, options: dict[str, Any]) -> tuple[Profile | None, int]:
     """Run the script; return its profile (None if nothing was recorded) and the exit code.
 
     Raises ValueError if the recording cannot be made.
     """
     code, region = 0, None
+    recording = profile(run.name, after_steps=run.end, **options)
     try:
         with recording as region:
             begin_step("running the script")
@@ -148,4 +148,7 @@ def _record(run: Script, recording: profile) -> tuple[Profile | None, int]:
         else:
             say(f"profile: the record cannot be read: {explain(error)}", "red", stderr=True)
             code = code or 1
-    return region.profile if region and region.ended else None, code
+    found = region.profile if region and region.ended else None
+    if found is not None and found.trace.size >= EVENTS:
+        never_free(found, recording)  # which has PyTorch's events
+    return found, code

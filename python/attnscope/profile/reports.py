@@ -6,7 +6,6 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +67,16 @@ RANK_FOLDER = "rank"
 
 
 @collector_off()
-def show(found: Profile, how: Showing, meanwhile: Callable[[], object] = lambda: None) -> int:
+def show(found: Profile, how: Showing) -> int:
     """Write the files, then print; return 1 if a budget is exceeded.
 
     Files come first: a pipe that is closed early ends the printing. The error of a file that cannot
-    be written is raised last. `meanwhile` is called while other processes write files.
+    be written is raised last.
     """
     wrote, failure = "", None
     if how.output is not None and not found.empty:
         try:
-            wrote = write_all(found, how.output, meanwhile)
+            wrote = write_all(found, how.output)
         except Exception as error:
             failure = error
     begin_step("printing")

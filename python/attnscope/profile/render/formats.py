@@ -6,17 +6,18 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from attnscope.common.child import Child
+from attnscope.common.child import Child, pays
 from attnscope.common.console import progress, say
 from attnscope.common.watcher import begin_step
 from attnscope.profile.analysis.result import Result
 from attnscope.profile.render.chrome_trace import write_chrome_trace
-from attnscope.profile.render.files import to_json, write_csv
+from attnscope.profile.render.files import profile_tables, to_json, write_csv
 from attnscope.profile.render.html import write_html
 from attnscope.profile.render.markdown import as_markdown
 
 
 def _json(profile: Result, folder: Path) -> list[Path]:
+    profile_tables(profile)  # first, so that CSV beside this looks for an earlier file before it
     to_json(profile, folder / "profile.json")
     return [folder / "profile.json"]
 
@@ -54,24 +55,23 @@ FORMATS: dict[str, Callable[[Result, Path], list[Path]]] = {
     "markdown": _markdown,
     "chrome trace": _chrome_trace,
 }
-# Formats of a large trace that a child writes while this process goes on: the first two from the
-# start, JSON once the tables are made and CSV is written.
-FROM_START = ("html", "chrome trace")
-BESIDE = (*FROM_START, "json")
-LARGE = 50_000  # events
+# Formats of a large trace that children write, begun first, while this process writes the others.
+BESIDE = ("json", "html", "chrome trace")
 
 
-def write_all(profile: Result, folder: Path, meanwhile: Callable[[], object] = lambda: None) -> str:
+def write_all(profile: Result, folder: Path) -> str:
     """Write every format in a folder. Returns a sentence with the names of the files.
 
-    `meanwhile` is called where this process only waits. If one format cannot be written, the others
-    are; then its error is raised, or the first of several.
+    If one cannot be written, the others are; then its error is raised, or the first of several.
     """
     folder.mkdir(parents=True, exist_ok=True)
     written: list[str] = []
     failures: list[Exception] = []
     children: list[tuple[str, Child]] = []
-    large = len(profile.trace.cpu) + len(profile.trace.gpu) >= LARGE
+    large = pays(profile.trace.size) and not _is_source(profile, folder / "trace.json")
+    names = sorted(FORMATS, key=lambda name: large and name not in BESIDE)
+    if large:  # a child must not ask the GPU
+        profile.environment  # noqa: B018
 
     def collect(name: str, write: Callable[[], list[str]]) -> None:
         begin_step(f"writing {name} in {folder}")
@@ -82,14 +82,13 @@ def write_all(profile: Result, folder: Path, meanwhile: Callable[[], object] = l
 
     try:
         with progress(f"writing {folder}") as report:
-            for at, name in enumerate(sorted(FORMATS, key=lambda n: large and n not in FROM_START)):
+            for at, name in enumerate(names):
                 report(at / len(FORMATS))
                 write = partial(_write, name, profile, folder)
-                if large and name in BESIDE and not _is_source(profile, folder / "trace.json"):
+                if large and name in BESIDE:
                     children.append((name, Child(write)))
                 else:
                     collect(name, write)
-            meanwhile()
             for name, child in children:
                 collect(name, child.result)
     finally:

@@ -180,6 +180,11 @@ class Trace:
     faults: Faults = field(default_factory=Faults)
 
     @property
+    def size(self) -> int:
+        """The number of events."""
+        return len(self.cpu) + len(self.gpu)
+
+    @property
     def kernels(self) -> list[GpuEvent]:
         return [event for event in self.gpu if event.kind == "kernel"]
 

@@ -138,17 +138,26 @@ class JsonText:
     is True once quotes in a name had to be escaped.
     """
 
-    def __init__(self, file: IO[str], path: Path) -> None:
-        self.file, self.path = file, path
+    def __init__(
+        self, file: IO[str], path: Path, read: Callable[[], object] = lambda: None
+    ) -> None:
+        """`read` is called each time that a part of the file has been read."""
+        self.file, self.path, self.read = file, path, read
         self.text, self.at, self.before = "", 0, 0
         self.escaped = 0  # the text up to here has its names escaped
         self.repaired = False
 
-    def members(self, key: str, known: re.Pattern[str] | None = None) -> Iterator[tuple[str, Any]]:
+    def members(
+        self,
+        key: str,
+        known: re.Pattern[str] | None = None,
+        take: Callable[[re.Match[str]], bool] = lambda match: True,
+    ) -> Iterator[tuple[str, Any]]:
         """Keys and values of the object in the file; the value of `key` is a list.
 
         That list is an iterator, to be exhausted before the next member. An item of it that the
-        pattern `known` matches is its match, without being decoded.
+        pattern `known` matches is left out and not decoded, unless `take` returns False for its
+        match.
         Raises ValueError, with the path and the position, for text that is truncated, is not JSON,
         or is not an object with a list under `key`.
         """
@@ -162,7 +171,7 @@ class JsonText:
             if name == key:
                 found = True
                 self.expect("[", f"{key} is a list")
-                yield key, self.items(known)
+                yield key, self.items(known, take)
             else:
                 yield name, self.value()
             if not self.accept(","):
@@ -179,6 +188,7 @@ class JsonText:
         """Drop parsed text, read at least as much as is left; False at the end of the file."""
         left = self.text[self.at :]
         added = read_lines(self.file, max(CHUNK, len(left)))
+        self.read()
         self.before += self.at
         self.text, self.at, self.escaped = left + added, 0, max(0, self.escaped - self.at)
         return bool(added)
@@ -192,20 +202,26 @@ class JsonText:
         self.repaired |= changed
         return changed
 
-    def items(self, known: re.Pattern[str] | None) -> Iterator[Any]:
-        """The items of a list, up to its closing bracket."""
+    def items(
+        self, known: re.Pattern[str] | None, take: Callable[[re.Match[str]], bool]
+    ) -> Iterator[Any]:
+        """The items of a list, up to its closing bracket, that `take` does not take."""
         if self.accept("]"):
             return
         while True:
-            match = known.match(self.text, self.at) if known else None
-            if match:
-                self.at = match.end()
-                yield match
-            else:
-                yield self.value()
-            if self.text.startswith(",", self.at):
-                self.at += 1
-            elif not self.accept(","):
+            if known:
+                text, at, comma = self.text, self.at, True
+                while comma and (match := known.match(text, at)) and take(match):
+                    at = match.end()
+                    comma = text.startswith(",", at)
+                    at += comma
+                self.at = at
+                if not comma:
+                    if self.accept(","):
+                        continue
+                    break
+            yield self.value()
+            if not self.accept(","):
                 break
         self.expect("]", "after an item")
 
