@@ -11,15 +11,20 @@ from attnscope.common.console import progress, say
 from attnscope.common.watcher import begin_step
 from attnscope.profile.analysis.result import Result
 from attnscope.profile.render.chrome_trace import write_chrome_trace
-from attnscope.profile.render.files import profile_tables, to_json, write_csv
+from attnscope.profile.render.files import to_json, write_csv
 from attnscope.profile.render.html import write_html
 from attnscope.profile.render.markdown import as_markdown
 
 
 def _json(profile: Result, folder: Path) -> list[Path]:
-    profile_tables(profile)  # first, so that CSV beside this looks for an earlier file before it
-    to_json(profile, folder / "profile.json")
-    return [folder / "profile.json"]
+    """Under its name once it is whole: CSV, which may be written beside it, looks for that."""
+    path, part = folder / "profile.json", folder / "profile.json.part"
+    try:
+        to_json(profile, part)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return [path]
 
 
 def _markdown(profile: Result, folder: Path) -> list[Path]:
@@ -56,7 +61,7 @@ FORMATS: dict[str, Callable[[Result, Path], list[Path]]] = {
     "chrome trace": _chrome_trace,
 }
 # Formats of a large trace that children write, begun first, while this process writes the others.
-BESIDE = ("json", "html", "chrome trace")
+BESIDE = ("json", "html", "csv", "chrome trace")
 
 
 def write_all(profile: Result, folder: Path) -> str:
