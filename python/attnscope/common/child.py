@@ -16,6 +16,7 @@ SILENT_S = 60.0  # a child that is silent for longer hangs
 # Children pay for a trace of this size, where this process may use this number of cores.
 EVENTS, CORES = 50_000, 4
 FORKS = hasattr(os, "sched_getaffinity")  # elsewhere than on Linux, a fork may not go on
+MOST_PAGES = 1 << 23  # 32 GiB: a fork copies the table of a process's pages, in a second from here
 _seconds = 0.0  # CPU seconds of all children that have ended
 
 
@@ -30,7 +31,7 @@ class Child:
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self.work, self.began, self.pid = work, time.monotonic(), 0
-        self.failed = not FORKS
+        self.failed = not FORKS or _pages() > MOST_PAGES
         if self.failed:
             return
         read, write = os.pipe()
@@ -91,6 +92,11 @@ class Child:
 def pays(events: int) -> bool:
     """Whether work on this number of events is worth several processes here."""
     return FORKS and events >= EVENTS and len(os.sched_getaffinity(0)) >= CORES
+
+
+def _pages() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1])
 
 
 def child_seconds() -> float:
