@@ -95,7 +95,7 @@ def test_events_are_the_same_with_and_without_the_short_cut(
     known: list[object] = []
     add_known = reader._Builder.add_known
     monkeypatch.setattr(
-        reader._Builder, "add_known", lambda self, m: (known.append(m), add_known(self, m))
+        reader._Builder, "add_known", lambda self, m: known.append(m) or add_known(self, m)
     )
     quick = reader.read_trace(path)
     count = len(quick.cpu) + len(quick.gpu)
@@ -125,7 +125,7 @@ def test_reading_and_writing_show_a_bar_in_a_terminal(
         file=shown if stderr else io.StringIO(), force_terminal=True, width=100
     )
     monkeypatch.setattr(console, "console", terminal)
-    monkeypatch.setattr(reader, "REPORTED", 100)
+    monkeypatch.setattr(json_stream, "CHUNK", 1 << 16)
     report(write_token_loop(tmp_path / "loop.json", 2), tmp_path / "out")
     assert (
         "reading loop.json" in shown.getvalue() and f"writing {tmp_path}"[:20] in shown.getvalue()

@@ -48,7 +48,7 @@ def run(*command: str, folder: Path) -> str:
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
     environment |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TRITON_CACHE_DIR": str(folder / "triton")}
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
-    if worker and TORCHRUN[1] not in command:  # each worker of a parallel run has a GPU of its own
+    if worker and TORCHRUN[1] not in command:  # each worker of a parallel run uses one GPU
         gpu = int(worker.removeprefix("gw")) % torch.cuda.device_count()
         environment |= {"CUDA_VISIBLE_DEVICES": str(gpu)}
     done = subprocess.run(
@@ -64,7 +64,7 @@ def program(case: str) -> list[str]:
 
 
 def alone(*command: str) -> list[str]:
-    """A program, or `-m` and a module, that waits until no other one uses its GPU."""
+    """A program, or `-m` and a module, that waits until no other one uses its GPUs."""
     return [str(PROGRAMS / "alone.py"), *command]
 
 
@@ -201,10 +201,8 @@ def record_ranks(folder: Path, script: list[str]) -> dict[str, Any]:
     """The merged report of a program on two ranks."""
     ours = [sys.executable, "-m", "attnscope", "profile"]
     out = folder / "out"
-    run(
-        sys.executable, *TORCHRUN, "--no-python", *ours, "--output", str(out), *script,
-        folder=folder,
-    )  # fmt: skip
+    ranks = alone(*TORCHRUN, "--no-python", *ours, "--output", str(out), *script)
+    run(sys.executable, *ranks, folder=folder)
     run(*ours, "--merge", str(out), folder=folder)
     merged: dict[str, Any] = json.loads((out / "ranks.json").read_text())
     assert [row["state"] for row in merged["tables"]["ranks"]] == ["complete"] * 2
@@ -219,7 +217,7 @@ def test_ddp_on_two_gpus_is_what_nsys_sees(tmp_path: Path, agree: Agree) -> None
 
     def compare() -> bool:
         merged = record_ranks(tmp_path, script)
-        theirs = nsys_by_device(tmp_path, [*TORCHRUN, *script])
+        theirs = nsys_by_device(tmp_path, alone(*TORCHRUN, *script))
         same = []
         for row, found in zip(merged["tables"]["ranks"], theirs, strict=True):
             path = tmp_path / "out" / f"rank{row['rank']}" / "profile.json"

@@ -9,6 +9,8 @@ from typing import Any
 
 import typer
 
+from attnscope.common.child import EVENTS
+from attnscope.common.collector import never_free
 from attnscope.common.console import explain, say
 from attnscope.common.options import bad_input, make_folder
 from attnscope.common.watcher import begin_step, watched
@@ -127,8 +129,9 @@ def _record(run: Script, options: dict[str, Any]) -> tuple[Profile | None, int]:
     Raises ValueError if the recording cannot be made.
     """
     code, region = 0, None
+    recording = profile(run.name, after_steps=run.end, **options)
     try:
-        with profile(run.name, after_steps=run.end, **options) as region:
+        with recording as region:
             begin_step("running the script")
             code = run.run()
     except KeyboardInterrupt:
@@ -145,4 +148,7 @@ def _record(run: Script, options: dict[str, Any]) -> tuple[Profile | None, int]:
         else:
             say(f"profile: the record cannot be read: {explain(error)}", "red", stderr=True)
             code = code or 1
-    return region.profile if region and region.ended else None, code
+    found = region.profile if region and region.ended else None
+    if found is not None and found.trace.size >= EVENTS:
+        never_free(found, recording)  # which has PyTorch's events
+    return found, code

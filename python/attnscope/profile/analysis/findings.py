@@ -84,8 +84,9 @@ def _synchronisations(attribution: Attribution, counts: FlopCounts) -> Finding |
     last_launch = max((trace.cpu[w.launch].start for w in trace.gpu if w.launch >= 0), default=0)
     waits: dict[tuple[str, ...], list[CpuEvent]] = defaultdict(list)
     for event in trace.cpu:
-        long = event.duration >= LONG_SYNC_US * 1e3
-        if event.name in _SYNCS and event.kind == "call" and long and event.start < last_launch:
+        if event.kind != "call" or event.name not in _SYNCS:
+            continue
+        if event.duration >= LONG_SYNC_US * 1e3 and event.start < last_launch:
             waits[_cause(attribution, event)].append(event)
     total = sum(event.duration for events in waits.values() for event in events)
     idle_after = _idle_after(trace.gpu)

@@ -257,8 +257,7 @@ class FlopCounts:
 
     def _add(self, kernel: GpuEvent) -> None:
         owner = self._attribution.op(kernel)
-        around = [] if owner is None else [owner, *self.trace.ancestors(owner)]
-        ops = [event for event in around if event.kind == "op"]
+        ops = [] if owner is None else self.trace.ops_from(owner)
         for at in range(len(ops) - 1, -1, -1):
             op = ops[at]
             work = self.works.get(op.index) or op_work(op)

@@ -54,7 +54,7 @@ def _row(attribution: Attribution, work: GpuEvent) -> tuple[object, ...]:
     launch = trace.cpu[work.launch] if work.launch >= 0 else None
     op = attribution.op(work) or attribution.captured_op(work)
     forward = attribution.forward_op(op) if op else None
-    ops = [op, *(e for e in trace.ancestors(op) if e.kind == "op")] if op else []
+    ops = trace.ops_from(op) if op else []
     return (
         short_name(work.name),
         work.name,

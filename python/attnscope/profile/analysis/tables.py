@@ -42,7 +42,7 @@ def operator_table(
     Two rows may count the same time at two depths; only self_gpu_us may be summed.
     """
     trace, rows = attribution.trace, Rows()
-    outer = op_parents(trace)
+    outer = trace.outer_ops
     names = _names(trace, outer)
     inner = _ops_of_functions(trace, outer)
     rows[NO_OP]  # create the row even if it stays empty
@@ -200,6 +200,8 @@ def _captured_stages(
     of its capture, then its annotation."""
     names = [event.name for event in attribution.captured_ranges(work)]
     names += [work.annotation] if work.annotation else []
+    if not names:
+        return []
     path = by_range[around[-1].index].path if around else ()
     found = []
     for name in names:
@@ -317,15 +319,6 @@ def speed(rate: Rate) -> dict[str, float | str | None]:
         "peak": rate.peak,
         "flops_reason": rate.reason,
     }
-
-
-def op_parents(trace: Trace) -> list[int]:
-    """For each CPU event, the index of the nearest enclosing op, -1 for none."""
-    outer: list[int] = []
-    for event in trace.cpu:
-        at = event.parent
-        outer.append(at if at < 0 or trace.cpu[at].kind == "op" else outer[at])
-    return outer
 
 
 def owner_name(attribution: Attribution, work: GpuEvent) -> str:

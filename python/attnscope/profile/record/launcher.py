@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from attnscope.common import child
+
 # Launcher, variables of the rank and of the number of ranks. torchrun comes first: under SLURM it
 # is what starts the processes.
 _LAUNCHERS = (
@@ -42,9 +44,9 @@ def rank_of_process(environment: Mapping[str, str] | None = None) -> RankOf | No
 
 
 def child_seconds() -> float:
-    """CPU seconds of the children that have ended and were waited for."""
+    """CPU seconds of the program's children that have ended and were waited for."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    return used.ru_utime + used.ru_stime - child.child_seconds()
 
 
 def unrecorded_children(seconds_before: float) -> str | None:

@@ -16,9 +16,11 @@ import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from attnscope.common.child import Child
 from attnscope.common.collector import collector_off
 from attnscope.common.console import progress, say
 from attnscope.common.hardware.nvml import Nvml
@@ -27,6 +29,7 @@ from attnscope.profile.api import Profile
 from attnscope.profile.errors import ProfileError
 from attnscope.profile.record.attached import attached_tool
 from attnscope.profile.record.launcher import rank_of_process
+from attnscope.profile.trace.events import Trace
 from attnscope.profile.trace.markers import SENTINEL, WAIT
 from attnscope.profile.trace.reader import read_trace
 
@@ -34,6 +37,7 @@ SENTINEL_KERNELS = 3
 FOLDER = "attnscope-profile-"  # begins the name of a trace's temporary folder
 LARGE_TRACE = 200 << 20  # bytes; about half a million events
 LONG_REGION_S = 60.0
+LONG_STOP_S = 0.3  # of PyTorch's profiler: a child writes a trace that is as large
 TWO = (
     "profile must be the only running profiler of PyTorch, got a second one. End the first: two at "
     "once lose events of each other"
@@ -119,25 +123,49 @@ class Recorder:
             clock = self._nvml.read().get("sm_clock_mhz")
             why = None if clock else self._nvml.reason or "NVML does not report the SM clock"
             facts["run"] = describe_run()
+            began = time.perf_counter()
             if not self._stop_torch():  # another profiler inside took the events
                 raise ProfileError(SECOND)
+            long = time.perf_counter() - began > LONG_STOP_S
             folder = tempfile.TemporaryDirectory(prefix=FOLDER, ignore_cleanup_errors=True)
             file = re.sub(r"[^A-Za-z0-9._-]+", "-", self._name)
             source = Path(folder.name) / f"{file}.json"
-            with progress("PyTorch's profiler writes its trace"):
-                self.torch_profiler.export_chrome_trace(str(source))
-        _warn_of_size(source)
         try:
-            trace = read_trace(source)
+            trace = self._through_child(source) if long else None
+            if trace is None:
+                self._export(source)
+                _warn_of_size(source)
+                trace = read_trace(source)
         except Exception:
-            kept = Path(tempfile.mkdtemp(prefix=FOLDER)) / source.name
-            source.rename(kept)
-            say(f"profile: PyTorch's trace is kept: {kept}", "yellow", stderr=True)
+            if source.exists():
+                kept = Path(tempfile.mkdtemp(prefix=FOLDER)) / source.name
+                source.rename(kept)
+                say(f"profile: PyTorch's trace is kept: {kept}", "yellow", stderr=True)
             raise
         if trace.waits != 2:
             raise ProfileError(SECOND)
         facts |= {"sm_clock_mhz": clock, "sm_clock_reason": why}
         return Profile(name=self._name, source=source, trace=trace, keeps=folder, **facts)
+
+    def _export(self, source: Path) -> None:
+        with progress("PyTorch's profiler writes its trace"):
+            self.torch_profiler.export_chrome_trace(str(source))
+
+    def _through_child(self, source: Path) -> Trace | None:
+        """The trace, read while a child writes it; None if the child failed."""
+        writer = Child(partial(self.torch_profiler.export_chrome_trace, str(source)))
+        try:
+            trace = read_trace(source, writer)
+        except ValueError:
+            if writer.failed:  # the trace is cut off, or not there
+                return None
+            raise
+        finally:
+            writer.kill()
+        if writer.failed:
+            return None
+        _warn_of_size(source)
+        return trace
 
     def cancel(self) -> None:
         """End without a record."""

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import json
+import math
 import os
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import pandas
 
+from attnscope.common.child import Child, pays
 from attnscope.profile.analysis.catalog import TABLES
 from attnscope.profile.analysis.efficiency import FIGURES
 from attnscope.profile.analysis.kernel_names import short_name
 from attnscope.profile.analysis.tables import path_of
-from attnscope.profile.render.document import columns_of, rows_of
+from attnscope.profile.render.document import columns_of
 
 if TYPE_CHECKING:
     from attnscope.profile.analysis.lint import Lint
@@ -24,6 +30,8 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 ROWS = 1 << 11  # rows of a table that are converted at a time
+LONGEST = "links"  # of the tables
+CHUNK = 1 << 20  # characters
 
 
 def profile_tables(profile: Result) -> dict[str, pandas.DataFrame]:
@@ -44,15 +52,41 @@ def write_csv(profile: Result, folder: str | os.PathLike[str]) -> list[Path]:
         path, table = Path(folder) / f"{name}.csv", profile.table(name)
         if len(table):
             with path.open("w", encoding="utf-8", newline="") as file:
-                writer = csv.writer(file, lineterminator="\n")
-                writer.writerow(table.columns)
+                text = csv_text()
+                file.write(",".join(map(text, table.columns)) + "\n")
                 for start in range(0, len(table), ROWS):
-                    columns = columns_of(table.iloc[start : start + ROWS])
-                    writer.writerows(zip(*columns, strict=True))
+                    part = columns_of(table.iloc[start : start + ROWS])
+                    columns = [texts(column, text) for column in part]
+                    file.writelines(f"{','.join(row)}\n" for row in zip(*columns, strict=True))
             written.append(path)
         elif ours:
             path.unlink(missing_ok=True)
     return written
+
+
+def csv_text() -> Callable[[Any], str]:
+    """A function that returns the text of one value of several in a row of CSV."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+
+    def text(value: Any) -> str:
+        buffer.seek(0)
+        buffer.truncate()
+        writer.writerow((value, None))
+        return buffer.getvalue().removesuffix(",\n")
+
+    return text
+
+
+def texts(values: list[Any], text: Callable[[Any], str]) -> Iterable[str]:
+    """`text` of each value; called once for a string that is repeated, and for no finite number."""
+    kinds = {*map(type, values)}
+    if kinds <= {str, type(None)}:
+        known = {value: text(value) for value in {*values}}
+        return map(known.__getitem__, values)
+    if kinds <= {int, float} and all(map(math.isfinite, values)):
+        return map(repr, values)
+    return map(text, values)
 
 
 def to_json(profile: Result, path: str | os.PathLike[str]) -> None:
@@ -67,18 +101,46 @@ def write_json(profile: Result, file: IO[str]) -> None:
     "env" describes this process; it is null, with a reason, for a trace read from a file. Each row
     of a table is a line.
     """
-    encode = json.JSONEncoder(allow_nan=False).encode  # with an indent, json is slow for many rows
-    tables = profile_tables(profile)
-    file.write(json.dumps(_facts(profile), indent=1, allow_nan=False).removesuffix("\n}"))
-    file.write(',\n "tables": {')
-    for at, (name, table) in enumerate(tables.items()):
-        file.write(f"{',' if at else ''}\n  {encode(name)}: [")
-        for start in range(0, len(table), ROWS):
-            rows = rows_of(table.iloc[start : start + ROWS])
-            lines = ",\n   ".join(map(encode, rows))
-            file.write(f"{',' if start else ''}\n   {lines}")
-        file.write("\n  ]")
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as aside:
+        longest = None
+        if pays(profile.trace.size):  # a child writes the rows of the longest table
+            longest = Child(partial(_rewrite_rows, profile, LONGEST, aside))
+        here = [name for name in TABLES if not longest or name != LONGEST]
+        sizes = {name: len(profile.table(name)) for name in here}
+        file.write(json.dumps(_facts(profile), indent=1, allow_nan=False).removesuffix("\n}"))
+        file.write(',\n "tables": {')
+        comma = ""
+        for name in TABLES:
+            if longest.result() if longest and name == LONGEST else sizes[name]:
+                file.write(f"{comma}\n  {json.dumps(name)}: [")
+                if name in sizes:
+                    _write_rows(profile, name, file)
+                else:
+                    aside.seek(0)
+                    shutil.copyfileobj(aside, file, CHUNK)
+                file.write("\n  ]")
+                comma = ","
     file.write("\n }\n}\n")
+
+
+def _write_rows(profile: Result, name: str, file: IO[str]) -> int:
+    """Write the rows of a table as JSON and return their number."""
+    encode = json.JSONEncoder(allow_nan=False).encode  # with an indent, json is slow for many rows
+    table = profile.table(name)
+    names = ", ".join(f"{encode(name).replace('%', '%%')}: %s" for name in table.columns)
+    for start in range(0, len(table), ROWS):
+        columns = [texts(c, encode) for c in columns_of(table.iloc[start : start + ROWS])]
+        lines = ",\n   ".join(f"{{{names}}}" % row for row in zip(*columns, strict=True))
+        file.write(f"{',' if start else ''}\n   {lines}")
+    return len(table)
+
+
+def _rewrite_rows(profile: Result, name: str, file: IO[str]) -> int:
+    file.seek(0)
+    file.truncate()
+    count = _write_rows(profile, name, file)
+    file.flush()
+    return count
 
 
 def _facts(profile: Result) -> dict[str, Any]:
@@ -88,7 +150,8 @@ def _facts(profile: Result) -> dict[str, Any]:
         "schema": SCHEMA,
         "name": profile.name,
         "run": dict(profile.run),
-        **_environment(profile),
+        "env": profile.environment,
+        "env_reason": "the trace was read from a file" if profile.environment is None else None,
         "devices": profile.trace.devices,
         **_peaks(profile),
         "wall_s": profile.wall_s,
@@ -130,17 +193,6 @@ def lint_facts(lint: Lint) -> dict[str, Any]:
     """The verdict on a trace and its faults."""
     faults = [vars(fault) for fault in lint.faults]
     return {"trusted": lint.trusted, "verdict": lint.verdict, "faults": faults}
-
-
-def _environment(profile: Result) -> dict[str, Any]:
-    import torch
-
-    from attnscope.common.environment import environment
-
-    if profile.wall_s is None:
-        return {"env": None, "env_reason": "the trace was read from a file"}
-    device = torch.device("cuda" if profile.trace.kernels else "cpu")
-    return {"env": environment(device, {}), "env_reason": None}
 
 
 def _peaks(profile: Result) -> dict[str, Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+from attnscope.common.child import Child, pays
 from attnscope.common.console import progress, say
 from attnscope.common.watcher import begin_step
 from attnscope.profile.analysis.result import Result
@@ -15,8 +17,14 @@ from attnscope.profile.render.markdown import as_markdown
 
 
 def _json(profile: Result, folder: Path) -> list[Path]:
-    to_json(profile, folder / "profile.json")
-    return [folder / "profile.json"]
+    """Under its name once it is whole: CSV, which may be written beside it, looks for that."""
+    path, part = folder / "profile.json", folder / "profile.json.part"
+    try:
+        to_json(profile, part)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return [path]
 
 
 def _markdown(profile: Result, folder: Path) -> list[Path]:
@@ -32,11 +40,15 @@ def _html(profile: Result, folder: Path) -> list[Path]:
 def _chrome_trace(profile: Result, folder: Path) -> list[Path]:
     """The trace with our rows; a trace that was read from this folder is not changed."""
     path = folder / "trace.json"
-    if path.exists() and path.samefile(profile.source):
+    if _is_source(profile, path):
         say(f"{path} is the trace that was read: it stays unchanged", "yellow")
         return []
     write_chrome_trace(profile, path)
     return [path]
+
+
+def _is_source(profile: Result, path: Path) -> bool:
+    return path.exists() and path.samefile(profile.source)
 
 
 # Each function writes files in a folder and returns their paths. CSV comes first: it removes tables
@@ -48,6 +60,8 @@ FORMATS: dict[str, Callable[[Result, Path], list[Path]]] = {
     "markdown": _markdown,
     "chrome trace": _chrome_trace,
 }
+# Formats of a large trace that children write, begun first, while this process writes the others.
+BESIDE = ("json", "html", "csv", "chrome trace")
 
 
 def write_all(profile: Result, folder: Path) -> str:
@@ -58,14 +72,37 @@ def write_all(profile: Result, folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     written: list[str] = []
     failures: list[Exception] = []
-    with progress(f"writing {folder}") as report:
-        for at, (name, write) in enumerate(FORMATS.items()):
-            report(at / len(FORMATS))
-            begin_step(f"writing {name} in {folder}")
-            try:
-                written += [path.name for path in write(profile, folder)]
-            except Exception as error:
-                failures.append(error)
+    children: list[tuple[str, Child]] = []
+    large = pays(profile.trace.size) and not _is_source(profile, folder / "trace.json")
+    names = sorted(FORMATS, key=lambda name: large and name not in BESIDE)
+    if large:  # a child must not ask the GPU
+        profile.environment  # noqa: B018
+
+    def collect(name: str, write: Callable[[], list[str]]) -> None:
+        begin_step(f"writing {name} in {folder}")
+        try:
+            written.extend(write())
+        except Exception as error:
+            failures.append(error)
+
+    try:
+        with progress(f"writing {folder}") as report:
+            for at, name in enumerate(names):
+                report(at / len(FORMATS))
+                write = partial(_write, name, profile, folder)
+                if large and name in BESIDE:
+                    children.append((name, Child(write)))
+                else:
+                    collect(name, write)
+            for name, child in children:
+                collect(name, child.result)
+    finally:
+        for _, child in children:
+            child.kill()
     if failures:
         raise failures[0]
     return f"wrote {', '.join(sorted(written))} in {folder}"
+
+
+def _write(name: str, profile: Result, folder: Path) -> list[str]:
+    return [path.name for path in FORMATS[name](profile, folder)]

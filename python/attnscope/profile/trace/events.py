@@ -180,6 +180,11 @@ class Trace:
     faults: Faults = field(default_factory=Faults)
 
     @property
+    def size(self) -> int:
+        """The number of events."""
+        return len(self.cpu) + len(self.gpu)
+
+    @property
     def kernels(self) -> list[GpuEvent]:
         return [event for event in self.gpu if event.kind == "kernel"]
 
@@ -204,6 +209,23 @@ class Trace:
         starts += [work.start for work in self.gpu[:1]] + [event.start for event in mine[:1]]
         ends = [work.end for work in self.gpu] + [event.end for event in mine]
         return (min(starts), max(max(ends), self.steps_end or 0)) if ends else None
+
+    @cached_property
+    def outer_ops(self) -> list[int]:
+        """For each CPU event, the index of the nearest enclosing op, -1 for none."""
+        outer: list[int] = []
+        for event in self.cpu:
+            at = event.parent
+            outer.append(at if at < 0 or self.cpu[at].kind == "op" else outer[at])
+        return outer
+
+    def ops_from(self, op: CpuEvent) -> list[CpuEvent]:
+        """An op and the ops around it, innermost first."""
+        found, at = [op], self.outer_ops[op.index]
+        while at >= 0:
+            found.append(self.cpu[at])
+            at = self.outer_ops[at]
+        return found
 
     def ancestors(self, event: CpuEvent | GpuEvent) -> Iterator[CpuEvent]:
         """The events around an event, innermost first; for GPU work, its launch call first."""

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
+import io
 import json
 import math
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from attnscope.common.child import SILENT_S, Child
+
 CHUNK = 1 << 20
+POLL_S = 0.002
 # Maximum length of a JSON value in characters; no event of a profiler is longer.
 LONGEST_VALUE = 1 << 24
 
@@ -43,12 +49,55 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 @contextmanager
-def open_trace(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
-    """Open the text of a chrome trace, `.json` or `.json.gz`."""
-    opener: Callable[..., IO[str]] = gzip.open if str(path).endswith(".gz") else open
+def open_trace(path: str | os.PathLike[str], writer: Child | None = None) -> Iterator[IO[str]]:
+    """Open the text of a chrome trace: `.json`, `.json.gz`, or one that `writer` still writes."""
     # Replace invalid bytes: PyTorch may garble a name, but the rest is readable.
-    with opener(path, "rt", encoding="utf-8", errors="replace") as file:
+    how: dict[str, Any] = {"encoding": "utf-8", "errors": "replace"}
+    if writer is not None:
+        with Growing(Path(path), writer) as raw:
+            yield io.TextIOWrapper(io.BufferedReader(raw, CHUNK), **how)
+        return
+    opener: Callable[..., IO[str]] = gzip.open if str(path).endswith(".gz") else open
+    with opener(path, "rt", **how) as file:
         yield file
+
+
+class Growing(io.RawIOBase):
+    """A file, from its first byte on, that a child writes: it ends where the child has ended.
+
+    PyTorch writes it as `<path>.tmp` and renames that last, or under its own name.
+    """
+
+    def __init__(self, path: Path, writer: Child) -> None:
+        self.writer = writer
+        while True:
+            ended = writer.ended(POLL_S)
+            for name in (f"{path}.tmp", path):
+                with suppress(FileNotFoundError):
+                    self.file = open(name, "rb", buffering=0)  # noqa: SIM115
+                    return
+            if ended:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+    def readable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self.file.fileno()
+
+    def readinto(self, buffer: Any) -> int:
+        since = time.monotonic()
+        while True:
+            ended = self.writer.ended()
+            if (count := self.file.readinto(buffer)) or ended:
+                return count or 0
+            if time.monotonic() - since > SILENT_S:
+                self.writer.kill()
+            self.writer.ended(POLL_S)
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
 
 
 def read_lines(file: IO[str], size: int) -> str:
@@ -89,17 +138,26 @@ class JsonText:
     is True once quotes in a name had to be escaped.
     """
 
-    def __init__(self, file: IO[str], path: Path) -> None:
-        self.file, self.path = file, path
+    def __init__(
+        self, file: IO[str], path: Path, read: Callable[[], object] = lambda: None
+    ) -> None:
+        """`read` is called each time that a part of the file has been read."""
+        self.file, self.path, self.read = file, path, read
         self.text, self.at, self.before = "", 0, 0
         self.escaped = 0  # the text up to here has its names escaped
         self.repaired = False
 
-    def members(self, key: str, known: re.Pattern[str] | None = None) -> Iterator[tuple[str, Any]]:
+    def members(
+        self,
+        key: str,
+        known: re.Pattern[str] | None = None,
+        take: Callable[[re.Match[str]], bool] = lambda match: True,
+    ) -> Iterator[tuple[str, Any]]:
         """Keys and values of the object in the file; the value of `key` is a list.
 
         That list is an iterator, to be exhausted before the next member. An item of it that the
-        pattern `known` matches is its match, without being decoded.
+        pattern `known` matches is left out and not decoded, unless `take` returns False for its
+        match.
         Raises ValueError, with the path and the position, for text that is truncated, is not JSON,
         or is not an object with a list under `key`.
         """
@@ -113,7 +171,7 @@ class JsonText:
             if name == key:
                 found = True
                 self.expect("[", f"{key} is a list")
-                yield key, self.items(known)
+                yield key, self.items(known, take)
             else:
                 yield name, self.value()
             if not self.accept(","):
@@ -130,6 +188,7 @@ class JsonText:
         """Drop parsed text, read at least as much as is left; False at the end of the file."""
         left = self.text[self.at :]
         added = read_lines(self.file, max(CHUNK, len(left)))
+        self.read()
         self.before += self.at
         self.text, self.at, self.escaped = left + added, 0, max(0, self.escaped - self.at)
         return bool(added)
@@ -143,20 +202,26 @@ class JsonText:
         self.repaired |= changed
         return changed
 
-    def items(self, known: re.Pattern[str] | None) -> Iterator[Any]:
-        """The items of a list, up to its closing bracket."""
+    def items(
+        self, known: re.Pattern[str] | None, take: Callable[[re.Match[str]], bool]
+    ) -> Iterator[Any]:
+        """The items of a list, up to its closing bracket, that `take` does not take."""
         if self.accept("]"):
             return
         while True:
-            match = known.match(self.text, self.at) if known else None
-            if match:
-                self.at = match.end()
-                yield match
-            else:
-                yield self.value()
-            if self.text.startswith(",", self.at):
-                self.at += 1
-            elif not self.accept(","):
+            if known:
+                text, at, comma = self.text, self.at, True
+                while comma and (match := known.match(text, at)) and take(match):
+                    at = match.end()
+                    comma = text.startswith(",", at)
+                    at += comma
+                self.at = at
+                if not comma:
+                    if self.accept(","):
+                        continue
+                    break
+            yield self.value()
+            if not self.accept(","):
                 break
         self.expect("]", "after an item")
 

@@ -23,6 +23,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from attnscope.common.child import Child
 from attnscope.common.collector import collector_off
 from attnscope.common.console import progress
 from attnscope.profile.trace.collectives import collective_of
@@ -56,36 +57,40 @@ GPU_KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
 # A complete event as PyTorch writes it (2.11 on few lines, 2.13 one member a line), or an arrow
 # from a launch to its kernel, which the correlation ids make redundant.
 EVENT = re.compile(
-    r'\s*\{\s*"ph": (?:"[sf]",\s*"id": \d+,[^{}]*"cat": "ac2g"[^{}]*\}|"X",'
+    r'\s*\{\s*"ph": (?:"[sf]",\s*"id": \d+,\s*"pid": \d+,\s*"tid": \d+,\s*"ts": [\d.]+,'
+    r'\s*"cat": "ac2g",[^{}]*\}|"X",'
     rf'\s*"cat": "({"|".join([*CPU_KINDS, *GPU_KINDS])})",\s*"name": "([^"\\\n]*)",'
     r'\s*"pid": (\d+),\s*"tid": (\d+),\s*"ts": (\d+)\.(\d{3}),\s*"dur": (\d+)\.(\d{3})'
-    r'\s*(?:,\s*"args": \{\s*(?:"External id": (\d+),?)?([^{}]*)\}\s*)?\})'
+    r'\s*(?:,\s*"args": \{\s*(?:"External id": (\d+),?)?([^}]*)\}\s*)?\})'
 )
 IDS = re.compile(r'"(correlation|Sequence number|Fwd thread id)": (\d+),?\s*')
 # The numbers of a CPU event, in the order of CpuEvent's fields, and what they are if missing.
 NUMBERS = (("correlation", 0), ("External id", 0), ("Sequence number", -1), ("Fwd thread id", 0))
 REPEATED = 1 << 14  # decoded texts that are kept
-REPORTED = 1 << 13  # events from one report of the progress to the next
 NO_INPUTS = (None, None, None)
+BAD = (AttributeError, KeyError, TypeError, ValueError, ArithmeticError)  # of a wrong event
 
 
 @collector_off()
-def read_trace(path: str | os.PathLike[str]) -> Trace:
-    """Read a `.json` or `.json.gz` that `export_chrome_trace` wrote.
+def read_trace(path: str | os.PathLike[str], writer: Child | None = None) -> Trace:
+    """Read a `.json` or `.json.gz` that `export_chrome_trace` wrote, or that `writer` still writes.
 
     Raises ValueError, with the position, for a file that is truncated, not JSON or not a trace.
     """
     trace = Trace()
-    builder = _Builder(trace)
+    builder = _Builder(trace, path)
     try:
-        with open_trace(path) as file, progress(f"reading {Path(path).name}") as report:
-            text, size = JsonText(file, Path(path)), os.fstat(file.fileno()).st_size
-            for key, value in text.members("traceEvents", EVENT):
+        with open_trace(path, writer) as file, progress(f"reading {Path(path).name}") as report:
+
+            def show() -> None:
+                place = os.lseek(file.fileno(), 0, os.SEEK_CUR)
+                report(place / (os.fstat(file.fileno()).st_size or 1))
+
+            text = JsonText(file, Path(path), show)
+            for key, value in text.members("traceEvents", EVENT, builder.add_known):
                 if key == "traceEvents":
-                    for at, item in enumerate(value, 1):
-                        builder.add_checked(item, at, path)
-                        if not at % REPORTED:
-                            report(os.lseek(file.fileno(), 0, os.SEEK_CUR) / size)
+                    for item in value:
+                        builder.add_checked(item)
                 elif key == "deviceProperties":
                     trace.devices = plain(value) or []
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -100,8 +105,8 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
 class _Builder:
     """Converts the items of "traceEvents" to events and joins them at the end."""
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
+    def __init__(self, trace: Trace, path: str | os.PathLike[str]) -> None:
+        self.trace, self.path, self.count = trace, path, 0
         self.window: tuple[int, int] | None = None
         self.tails: dict[Any, int] = {}  # arrows from forward to backward: id -> thread
         self.heads: list[tuple[Any, int, int]] = []  # id, thread, time
@@ -109,19 +114,19 @@ class _Builder:
         self.inputs_of = lru_cache(REPEATED)(lambda text: self.inputs(decode(f"{{{text}}}")))
         self.facts_of = lru_cache(REPEATED)(lambda text: self.facts(decode(f"{{{text}}}")))
 
-    def add_checked(self, item: Any, number: int, path: str | os.PathLike[str]) -> None:
-        """Add an object, or the match of EVENT."""
+    def add_checked(self, item: Any) -> None:
+        """Add an object."""
+        self.count += 1
         try:
-            if isinstance(item, re.Match):
-                self.add_known(item)
-            else:
-                self.add(item)
-        except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
-            shown = item[0].strip() if isinstance(item, re.Match) else repr(item)
-            raise ValueError(
-                f"{path} must be a trace of PyTorch's profiler, got event {number} with a "
-                f"missing or bad value, {error}: {shown:.200}. {REMEDY}"
-            ) from None
+            self.add(item)
+        except BAD as error:
+            raise self.wrong(error, repr(item)) from None
+
+    def wrong(self, error: Exception, event: str) -> ValueError:
+        return ValueError(
+            f"{self.path} must be a trace of PyTorch's profiler, got event {self.count} with a "
+            f"missing or bad value, {error}: {event:.200}. {REMEDY}"
+        )
 
     def add(self, item: dict[str, Any]) -> None:
         category, phase = item.get("cat"), item.get("ph")
@@ -162,35 +167,45 @@ class _Builder:
         else:
             note_unread(self.trace.faults, category, phase)
 
-    def add_known(self, match: re.Match[str]) -> None:
-        """Add an event in PyTorch's layout; parts that recur are decoded once."""
+    def add_known(self, match: re.Match[str]) -> bool:
+        """Add the match of EVENT; parts that recur are decoded once.
+
+        False if the match is not an event: its arguments are nested.
+        """
         category, name, process, thread, us, ns, long_us, long_ns, external, text = match.groups("")
+        if "{" in text:  # a class with two characters in EVENT would be slower
+            return False
+        self.count += 1
         if not category:
-            return
-        if '"Collective name"' in text or not external and '"External id"' in text:
-            self.add(decode(match[0]))
-            return
-        start = int(us + ns)
-        end = start + int(long_us + long_ns)
-        external_id, correlation, sequence, forward_thread = int(external or 0), 0, -1, 0
-        if category != "cpu_op" or '"Sequence number"' in text:
-            ids = dict(IDS.findall(text))
-            correlation = int(ids.get("correlation", 0))
-            sequence = int(ids.get("Sequence number", -1))
-            forward_thread = int(ids.get("Fwd thread id", 0))
-        if category in GPU_KINDS:
-            rest = IDS.sub("", text).rstrip(", \n")
-            facts = self.facts_of(f'"device": {process}, "stream": {thread}, {rest}')
-            self.gpu_event(category, name, start, end, correlation, external_id, facts)
-            return
-        if category in OF_PROCESS:
-            self.trace.faults.pids[process] += 1
-        inputs, begin = NO_INPUTS, text.find('"Concrete Inputs"')
-        if begin >= 0:
-            last = text.rfind(', "Ev Idx"')
-            inputs = self.inputs_of(text[begin : last if last > begin else None])
-        numbers = (correlation, external_id, sequence, forward_thread)
-        self.cpu_event(category, name, int(thread), start, end, numbers, inputs)
+            return True
+        try:
+            if '"Collective name"' in text or not external and '"External id"' in text:
+                self.add(decode(match[0]))
+                return True
+            start = int(us + ns)
+            end = start + int(long_us + long_ns)
+            external_id, correlation, sequence, forward_thread = int(external or 0), 0, -1, 0
+            if category != "cpu_op" or '"Sequence number"' in text:
+                ids = dict(IDS.findall(text))
+                correlation = int(ids.get("correlation", 0))
+                sequence = int(ids.get("Sequence number", -1))
+                forward_thread = int(ids.get("Fwd thread id", 0))
+            if category in GPU_KINDS:
+                rest = IDS.sub("", text).rstrip(", \n")
+                facts = self.facts_of(f'"device": {process}, "stream": {thread}, {rest}')
+                self.gpu_event(category, name, start, end, correlation, external_id, facts)
+                return True
+            if category in OF_PROCESS:
+                self.trace.faults.pids[process] += 1
+            inputs, begin = NO_INPUTS, text.find('"Concrete Inputs"')
+            if begin >= 0:
+                last = text.rfind(', "Ev Idx"')
+                inputs = self.inputs_of(text[begin : last if last > begin else None])
+            numbers = (correlation, external_id, sequence, forward_thread)
+            self.cpu_event(category, name, int(thread), start, end, numbers, inputs)
+        except BAD as error:
+            raise self.wrong(error, match[0].strip()) from None
+        return True
 
     def share(self, value: Any) -> Any:
         return self.shared.setdefault(value, value)

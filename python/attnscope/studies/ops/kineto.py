@@ -9,7 +9,6 @@ from typing import Any
 
 import pandas
 
-from attnscope.profile.analysis.tables import op_parents
 from attnscope.profile.api import Profile
 from attnscope.profile.attribution.owners import Attribution
 from attnscope.profile.errors import LostEvents
@@ -157,7 +156,7 @@ def _device_time(
     """Nanoseconds by op name, nested ops included: kernels; copies and fills; and what kineto
     counts twice because the op is nested in an op of the same name."""
     trace = attribution.trace
-    outer = op_parents(trace)
+    outer = trace.outer_ops
     kernels: dict[str, int] = {e.name: 0 for e in trace.cpu if e.kind == "op"}
     copies: Counter[str] = Counter()
     again: Counter[str] = Counter()
