@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cfloat>
+#include <cmath>
 
 #include "attn/params.h"
 
@@ -21,7 +22,25 @@ struct ScoreScales {
   float factor;   // of the raw scores: the scale, or for kCap 2 log2(e) scale / softcap
   float softcap;  // 0: none
   float scale_log2;
+  // Up to this size of a raw score its capped logit is the score times a polynomial in its square,
+  // with these coefficients; 0: for none.
+  float most_by_polynomial;
+  float polynomial[5];
 };
+
+// softcap * tanh(x), x = score * ratio, for |x| of at most 0.7: relative error 2^-21. Not where a
+// coefficient would be no normal number.
+inline void set_cap_polynomial(ScoreScales& scales, double ratio) {
+  constexpr double kTanh[] = {0.9999996972960121, -0.33330212906543666, 0.13281112614546348,
+                              -0.05083623628431946, 0.013773710649238423};
+  double power = scales.softcap * ratio;
+  for (int i = 0; i < 5; ++i, power *= ratio * ratio) {
+    const double coefficient = kTanh[i] * power, size = std::abs(coefficient);
+    if (!(size >= FLT_MIN && size <= FLT_MAX)) return;
+    scales.polynomial[i] = static_cast<float>(coefficient);
+  }
+  scales.most_by_polynomial = static_cast<float>(0.7 / std::abs(ratio));
+}
 
 inline ScoreScales score_scales(const ForwardParams& p) {
   constexpr double kLog2e = 1.4426950408889634, kMax = FLT_MAX;
@@ -32,8 +51,10 @@ inline ScoreScales score_scales(const ForwardParams& p) {
   // Bounded: with an infinite factor a score of 0 would become NaN.
   const double factor =
       transform == kCap ? std::clamp(2.0 * kLog2e * p.scale / p.softcap, -kMax, kMax) : p.scale;
-  return {transform, static_cast<float>(factor), static_cast<float>(p.softcap),
-          static_cast<float>((transform == kNoTransform ? p.scale : 1.0) * kLog2e)};
+  ScoreScales scales{transform, static_cast<float>(factor), static_cast<float>(p.softcap),
+                     static_cast<float>((transform == kNoTransform ? p.scale : 1.0) * kLog2e)};
+  if (transform == kCap) set_cap_polynomial(scales, p.scale / p.softcap);
+  return scales;
 }
 
 }  // namespace attnscope

@@ -171,8 +171,11 @@ class Consumer {
     mark(ConsumerStep::kSoftmax);
     if constexpr (Config::kScoresLive) release_scores(k_slot, block == t.begin);
     finish_scores(block, boundary);
-    const bool rescale = make_probabilities(t, p_here, block, boundary, k_slot);
+    float sum[2];
+    if (__builtin_expect(!boundary, true)) softmax<Config>(f, p_here, scale_log2(), sum);
+    bool rescale;
     if constexpr (!Config::kScoresLive) {
+      rescale = settle_maximum(t, p_here, sum, block, boundary, k_slot);
       release_scores(k_slot, block == t.begin);
       ptx::pin_registers(f.s);
     }
@@ -182,6 +185,9 @@ class Consumer {
     // The wait is a loop, and so a boundary for the compiler's scheduler. Without it the compiler
     // moves the wait for O up, before the exponentials that are to run during O.
     await_next_k(block > t.begin);
+    if constexpr (Config::kScoresLive) {  // the sums were on their way until now
+      rescale = settle_maximum(t, p_here, sum, block, boundary, k_slot);
+    }
     mark(ConsumerStep::kAwaitOutput);
     ptx::wgmma_wait<0>();
     ptx::pin_registers(f.o);
@@ -239,14 +245,16 @@ class Consumer {
     }
   }
 
-  // Softmax of S by the maximum in use, or by the true one where that must rise. True if it rose.
-  __device__ __forceinline__ bool make_probabilities(TileBlocks& t, Probabilities<Config>& p,
-                                                     int block, bool boundary, const Ring& k_slot) {
+  // Adds the sums of a block's probabilities by the maximum in use; where that must rise, makes the
+  // probabilities by the true one. True if it rose.
+  __device__ __forceinline__ bool settle_maximum(TileBlocks& t, Probabilities<Config>& p,
+                                                 const float (&sum)[2], int block, bool boundary,
+                                                 const Ring& k_slot) {
     // A boundary block may be the first that some rows see: there the maximum surely rises. In a
     // giant warp every block counts as one.
     bool rises = boundary;
     if (__builtin_expect(!boundary, true)) {
-      rises = !softmax<Config>(f, p, scale_log2());
+      rises = !add_sums<Config>(f, sum);
       if (__builtin_expect(rises && !Config::kScoresLive, false)) {
         // No wgmma and no wait for one here: all warps of a warpgroup must execute these together.
         recompute_scores<Config>(f, ptx::shared_address(s.q[q_stage()][unit_number()]),
@@ -263,7 +271,13 @@ class Consumer {
 
   // Raw scores to masked logits. Only boundary blocks read the tile's bounds from shared memory.
   __device__ __forceinline__ void finish_scores(int block, bool boundary) {
-    if (__builtin_expect(a.scores.transform, false)) transform_scores<false>(f.s, a.scores);
+    if (__builtin_expect(a.scores.transform, false)) {
+      // At other head dims the code would lie between steps of calls that have no cap.
+      if (Config::kHeadDim <= 128 || a.scores.transform != kCap ||
+          !cap_small_scores(f.s, a.scores)) {
+        transform_scores<false>(f.s, a.scores);
+      }
+    }
     if (__builtin_expect(boundary, false)) {
       const TileWork& w = work();
       const int row = unit().first_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
