@@ -22,24 +22,28 @@ struct ScoreScales {
   float factor;   // of the raw scores: the scale, or for kCap 2 log2(e) scale / softcap
   float softcap;  // 0: none
   float scale_log2;
-  // Up to this size of a raw score its capped logit is the score times a polynomial in its square,
-  // with these coefficients; 0: for none.
-  float most_by_polynomial;
-  float polynomial[5];
 };
 
-// softcap * tanh(x), x = score * ratio, for |x| of at most 0.7: relative error 2^-21. Not where a
-// coefficient would be no normal number.
-inline void set_cap_polynomial(ScoreScales& scales, double ratio) {
+// A capped logit as the raw score times a polynomial in its square: softcap * tanh(x), x = score *
+// scale / softcap, for |x| of at most 0.7, where its relative error is 2^-21.
+struct CapPolynomial {
+  float most;  // size of a raw score; 0: the coefficients are no normal numbers
+  float coefficients[5];
+};
+
+inline CapPolynomial cap_polynomial(double scale, double softcap) {
   constexpr double kTanh[] = {0.9999996972960121, -0.33330212906543666, 0.13281112614546348,
                               -0.05083623628431946, 0.013773710649238423};
-  double power = scales.softcap * ratio;
+  CapPolynomial cap{};
+  const double ratio = scale / softcap;
+  double power = scale;
   for (int i = 0; i < 5; ++i, power *= ratio * ratio) {
     const double coefficient = kTanh[i] * power, size = std::abs(coefficient);
-    if (!(size >= FLT_MIN && size <= FLT_MAX)) return;
-    scales.polynomial[i] = static_cast<float>(coefficient);
+    if (!(size >= FLT_MIN && size <= FLT_MAX)) return {};
+    cap.coefficients[i] = static_cast<float>(coefficient);
   }
-  scales.most_by_polynomial = static_cast<float>(0.7 / std::abs(ratio));
+  cap.most = static_cast<float>(0.7 / std::abs(ratio));
+  return cap;
 }
 
 inline ScoreScales score_scales(const ForwardParams& p) {
@@ -51,10 +55,8 @@ inline ScoreScales score_scales(const ForwardParams& p) {
   // Bounded: with an infinite factor a score of 0 would become NaN.
   const double factor =
       transform == kCap ? std::clamp(2.0 * kLog2e * p.scale / p.softcap, -kMax, kMax) : p.scale;
-  ScoreScales scales{transform, static_cast<float>(factor), static_cast<float>(p.softcap),
-                     static_cast<float>((transform == kNoTransform ? p.scale : 1.0) * kLog2e)};
-  if (transform == kCap) set_cap_polynomial(scales, p.scale / p.softcap);
-  return scales;
+  return {transform, static_cast<float>(factor), static_cast<float>(p.softcap),
+          static_cast<float>((transform == kNoTransform ? p.scale : 1.0) * kLog2e)};
 }
 
 }  // namespace attnscope

@@ -53,24 +53,13 @@ __device__ __forceinline__ void transform_scores(float (&s)[kCount], const Score
   }
 }
 
-// What transform_scores does for kCap, by a polynomial in place of two special functions. False,
-// and no score changed, if the warp has a score beyond most_by_polynomial.
-template <int kCount>
-__device__ __forceinline__ bool cap_small_scores(float (&s)[kCount], const ScoreScales& scales) {
-  float top[4] = {};  // four chains of comparisons
+// The capped logit of a raw score of up to cap.most.
+__device__ __forceinline__ float cap_small(float score, const CapPolynomial& cap) {
+  const float z = score * score;
+  float p = cap.coefficients[4];
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) top[i % 4] = fmaxf(top[i % 4], fabsf(s[i]));
-  const float most = fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3]));
-  if (__any_sync(0xffffffffu, most > scales.most_by_polynomial)) return false;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const float z = s[i] * s[i];
-    float p = scales.polynomial[4];
-#pragma unroll
-    for (int k = 3; k >= 0; --k) p = fmaf(p, z, scales.polynomial[k]);
-    s[i] *= p;
-  }
-  return true;
+  for (int k = 3; k >= 0; --k) p = fmaf(p, z, cap.coefficients[k]);
+  return score * p;
 }
 
 // P may pass 1 by this power of two before O and the sums are rescaled to a new maximum. It costs

@@ -38,6 +38,7 @@ int main() {
       p.scale = scale;
       p.softcap = cap;
       const ScoreScales scales = score_scales(p);
+      const CapPolynomial polynomial = cap_polynomial(scale, cap);
       const auto capped = [&](float raw) {
         float s[4] = {raw, raw, raw, raw};
         transform_scores(s, scales);
@@ -45,12 +46,11 @@ int main() {
       };
       // By the polynomial where it serves: up to |x| = 0.7.
       const auto capped_small = [&](float raw) {
-        float s[4] = {0, 0, 0, raw};
-        const bool small = scales.transform == kCap && cap_small_scores(s, scales);
+        const bool small = scales.transform == kCap && !(std::fabs(raw) > polynomial.most);
         const double x = std::fabs(static_cast<double>(raw) * scale / cap);
         const bool normal = cap > 1 && cap < 256 && scale == 0.125;
         wrong_range |= normal && small != (x <= 0.7) && std::fabs(x - 0.7) > 1e-5;
-        return small ? s[3] : capped(raw);
+        return small ? cap_small(raw, polynomial) : capped(raw);
       };
       for (int i = -4000; i <= 4000; ++i) {
         for (double unit : {1.0, cap}) {

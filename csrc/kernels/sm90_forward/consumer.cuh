@@ -35,6 +35,11 @@ class Consumer {
   using Ring = Slot<Config::kStages>;
   using TileSlot = Slot<ForwardShared<Config>::kTiles>;
   static constexpr int kBlockN = Config::kBlockN;
+  // Where registers allow: the sums of a block are looked at after the wait for the next K, and so
+  // complete under it. Above head dim 128 that is slower.
+  static constexpr bool kSettlesLate = Config::kScoresLive && Config::kHeadDim <= 128;
+  // At other head dims the code would lie between the steps of calls without a softcap.
+  static constexpr bool kCapsInSoftmax = Config::kScoresLive && Config::kHeadDim > 128;
 
   // Tile after tile, until none is left (false) or the warp's O is in doubt (true).
   //
@@ -170,12 +175,21 @@ class Consumer {
     ptx::pin_registers(f.s);
     mark(ConsumerStep::kSoftmax);
     if constexpr (Config::kScoresLive) release_scores(k_slot, block == t.begin);
-    finish_scores(block, boundary);
     float sum[2];
-    if (__builtin_expect(!boundary, true)) softmax<Config>(f, p_here, scale_log2(), sum);
+    const bool raw = kCapsInSoftmax && !boundary && a.scores.transform == kCap;
+    if (__builtin_expect(raw, false)) {
+      softmax<Config, true>(f, p_here, scale_log2(), a.cap, sum);
+    } else {
+      finish_scores(block, boundary);
+      if (__builtin_expect(!boundary, true)) {
+        softmax<Config, false>(f, p_here, scale_log2(), a.cap, sum);
+      }
+    }
     bool rescale;
+    if constexpr (!kSettlesLate) {
+      rescale = settle_maximum(t, p_here, sum, block, boundary, raw, k_slot);
+    }
     if constexpr (!Config::kScoresLive) {
-      rescale = settle_maximum(t, p_here, sum, block, boundary, k_slot);
       release_scores(k_slot, block == t.begin);
       ptx::pin_registers(f.s);
     }
@@ -185,8 +199,8 @@ class Consumer {
     // The wait is a loop, and so a boundary for the compiler's scheduler. Without it the compiler
     // moves the wait for O up, before the exponentials that are to run during O.
     await_next_k(block > t.begin);
-    if constexpr (Config::kScoresLive) {  // the sums were on their way until now
-      rescale = settle_maximum(t, p_here, sum, block, boundary, k_slot);
+    if constexpr (kSettlesLate) {
+      rescale = settle_maximum(t, p_here, sum, block, boundary, raw, k_slot);
     }
     mark(ConsumerStep::kAwaitOutput);
     ptx::wgmma_wait<0>();
@@ -249,7 +263,7 @@ class Consumer {
   // probabilities by the true one. True if it rose.
   __device__ __forceinline__ bool settle_maximum(TileBlocks& t, Probabilities<Config>& p,
                                                  const float (&sum)[2], int block, bool boundary,
-                                                 const Ring& k_slot) {
+                                                 bool raw, const Ring& k_slot) {
     // A boundary block may be the first that some rows see: there the maximum surely rises. In a
     // giant warp every block counts as one.
     bool rises = boundary;
@@ -261,6 +275,7 @@ class Consumer {
                                  ptx::shared_address(s.k[k_slot.stage][key_buffer()]));
         finish_scores(block, false);
       }
+      if (__builtin_expect(rises && raw, false)) transform_scores<false>(f.s, a.scores);
     }
     if (__builtin_expect(rises, false)) {
       mark(ConsumerStep::kRaiseMaximum);
@@ -271,13 +286,7 @@ class Consumer {
 
   // Raw scores to masked logits. Only boundary blocks read the tile's bounds from shared memory.
   __device__ __forceinline__ void finish_scores(int block, bool boundary) {
-    if (__builtin_expect(a.scores.transform, false)) {
-      // At other head dims the code would lie between steps of calls that have no cap.
-      if (Config::kHeadDim <= 128 || a.scores.transform != kCap ||
-          !cap_small_scores(f.s, a.scores)) {
-        transform_scores<false>(f.s, a.scores);
-      }
-    }
+    if (__builtin_expect(a.scores.transform, false)) transform_scores<false>(f.s, a.scores);
     if (__builtin_expect(boundary, false)) {
       const TileWork& w = work();
       const int row = unit().first_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
