@@ -52,7 +52,7 @@ bool encode_tensor_map(TensorMap* tensor, DType dtype, const void* data,
                                                              : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   return tensor_map_encoder()(&tensor->map, type, kRank, const_cast<void*>(data), map_sizes,
                               map_strides, map_box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                              CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                              CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 

@@ -136,6 +136,22 @@ def giant_maximum_that_rises_and_falls(t: Target) -> None:
         assert_matches(*t(q, k, v, causal=True), q, k, v, causal=True)
 
 
+def maximum_that_rises_by_steps(t: Target, dim: int) -> None:
+    """Every 64 keys the logits fall by a power of two: kernels that visit the last first see rises.
+
+    Powers up to 12 pass without a new maximum, if at all; fp16 holds no P beyond 2^16.
+    """
+    v = t.randn(1, 500, 2, dim)
+    q, k = torch.zeros(1, 100, 2, dim), torch.zeros(1, 500, 2, dim)
+    for bits in (1.0, 7.0, 12.0, 13.0, 20.0):
+        q[..., 0] = bits
+        k[..., 0] = -(torch.arange(500) // 64)[:, None]
+        k[..., 1] = torch.randn(1, 500, 2)
+        q[..., 1] = torch.randn(1, 100, 2)
+        inputs = *(x.to(t.device, t.dtype) for x in (q, k)), v
+        assert_matches(*t(*inputs, scale=math.log(2)), *inputs, scale=math.log(2))
+
+
 def logits_that_overflow_are_nan(t: Target) -> None:
     if t.dtype in (torch.float16, torch.float64):
         pytest.skip("sums of float16 products and of float64 do not overflow here")
@@ -223,6 +239,7 @@ def _value_params() -> list[pytest.param]:
                 for options in ({}, {"causal": True}, {"scale": 100.0}, {"scale": -100.0})
             ],
             giant_maximum_that_rises_and_falls: [()],
+            maximum_that_rises_by_steps: [(64,), (128,)],
             logits_that_overflow_are_nan: [()],
             softcap_of_any_size: [
                 *((cap, 1.0) for cap in (30.0, 50.0, 255.0, 256.0, 1e3, 1e6, 1e12, 1e36)),

@@ -35,6 +35,11 @@ class Consumer {
   using Ring = Slot<Config::kStages>;
   using TileSlot = Slot<ForwardShared<Config>::kTiles>;
   static constexpr int kBlockN = Config::kBlockN;
+  // Where registers allow: the sums of a block are looked at after the wait for the next K, and so
+  // complete under it. Above head dim 128 that is slower.
+  static constexpr bool kSettlesLate = Config::kScoresLive && Config::kHeadDim <= 128;
+  // At other head dims the code would lie between the steps of calls without a softcap.
+  static constexpr bool kCapsInSoftmax = Config::kScoresLive && Config::kHeadDim > 128;
 
   // Tile after tile, until none is left (false) or the warp's O is in doubt (true).
   //
@@ -170,8 +175,20 @@ class Consumer {
     ptx::pin_registers(f.s);
     mark(ConsumerStep::kSoftmax);
     if constexpr (Config::kScoresLive) release_scores(k_slot, block == t.begin);
-    finish_scores(block, boundary);
-    const bool rescale = make_probabilities(t, p_here, block, boundary, k_slot);
+    float sum[2];
+    const bool raw = kCapsInSoftmax && !boundary && a.scores.transform == kCap;
+    if (__builtin_expect(raw, false)) {
+      softmax<Config, true>(f, p_here, scale_log2(), a.cap, sum);
+    } else {
+      finish_scores(block, boundary);
+      if (__builtin_expect(!boundary, true)) {
+        softmax<Config, false>(f, p_here, scale_log2(), a.cap, sum);
+      }
+    }
+    bool rescale;
+    if constexpr (!kSettlesLate) {
+      rescale = settle_maximum(t, p_here, sum, block, boundary, raw, k_slot);
+    }
     if constexpr (!Config::kScoresLive) {
       release_scores(k_slot, block == t.begin);
       ptx::pin_registers(f.s);
@@ -182,6 +199,9 @@ class Consumer {
     // The wait is a loop, and so a boundary for the compiler's scheduler. Without it the compiler
     // moves the wait for O up, before the exponentials that are to run during O.
     await_next_k(block > t.begin);
+    if constexpr (kSettlesLate) {
+      rescale = settle_maximum(t, p_here, sum, block, boundary, raw, k_slot);
+    }
     mark(ConsumerStep::kAwaitOutput);
     ptx::wgmma_wait<0>();
     ptx::pin_registers(f.o);
@@ -239,20 +259,23 @@ class Consumer {
     }
   }
 
-  // Softmax of S by the maximum in use, or by the true one where that must rise. True if it rose.
-  __device__ __forceinline__ bool make_probabilities(TileBlocks& t, Probabilities<Config>& p,
-                                                     int block, bool boundary, const Ring& k_slot) {
+  // Adds the sums of a block's probabilities by the maximum in use; where that must rise, makes the
+  // probabilities by the true one. True if it rose.
+  __device__ __forceinline__ bool settle_maximum(TileBlocks& t, Probabilities<Config>& p,
+                                                 const float (&sum)[2], int block, bool boundary,
+                                                 bool raw, const Ring& k_slot) {
     // A boundary block may be the first that some rows see: there the maximum surely rises. In a
     // giant warp every block counts as one.
     bool rises = boundary;
     if (__builtin_expect(!boundary, true)) {
-      rises = !softmax<Config>(f, p, scale_log2());
+      rises = !add_sums<Config>(f, sum);
       if (__builtin_expect(rises && !Config::kScoresLive, false)) {
         // No wgmma and no wait for one here: all warps of a warpgroup must execute these together.
         recompute_scores<Config>(f, ptx::shared_address(s.q[q_stage()][unit_number()]),
                                  ptx::shared_address(s.k[k_slot.stage][key_buffer()]));
         finish_scores(block, false);
       }
+      if (__builtin_expect(rises && raw, false)) transform_scores<false>(f.s, a.scores);
     }
     if (__builtin_expect(rises, false)) {
       mark(ConsumerStep::kRaiseMaximum);

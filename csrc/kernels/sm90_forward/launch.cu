@@ -21,6 +21,7 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
   ForwardArguments a{};
   a.params = p;
   a.scores = score_scales(p);
+  a.cap = cap_polynomial(p.scale, p.softcap);
   a.grouping = grouping;
   const int together = heads_together(Config::kTile, grouping.log2, p.heads_q, p.heads_kv);
   const int heads = ceil_div((p.heads_q >> grouping.log2) / together, Config::kHeadsPerTile);
