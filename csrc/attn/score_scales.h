@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cfloat>
-#include <cmath>
 
 #include "attn/params.h"
 
@@ -23,28 +22,6 @@ struct ScoreScales {
   float softcap;  // 0: none
   float scale_log2;
 };
-
-// A capped logit as the raw score times a polynomial in its square: softcap * tanh(x), x = score *
-// scale / softcap, for |x| of at most 0.7, where its relative error is 2^-21.
-struct CapPolynomial {
-  float most;  // size of a raw score; 0: the coefficients are no normal numbers
-  float coefficients[5];
-};
-
-inline CapPolynomial cap_polynomial(double scale, double softcap) {
-  constexpr double kTanh[] = {0.9999996972960121, -0.33330212906543666, 0.13281112614546348,
-                              -0.05083623628431946, 0.013773710649238423};
-  CapPolynomial cap{};
-  const double ratio = scale / softcap;
-  double power = scale;
-  for (int i = 0; i < 5; ++i, power *= ratio * ratio) {
-    const double coefficient = kTanh[i] * power, size = std::abs(coefficient);
-    if (!(size >= FLT_MIN && size <= FLT_MAX)) return {};
-    cap.coefficients[i] = static_cast<float>(coefficient);
-  }
-  cap.most = static_cast<float>(0.7 / std::abs(ratio));
-  return cap;
-}
 
 inline ScoreScales score_scales(const ForwardParams& p) {
   constexpr double kLog2e = 1.4426950408889634, kMax = FLT_MAX;

@@ -53,15 +53,6 @@ __device__ __forceinline__ void transform_scores(float (&s)[kCount], const Score
   }
 }
 
-// The capped logit of a raw score of up to cap.most.
-__device__ __forceinline__ float cap_small(float score, const CapPolynomial& cap) {
-  const float z = score * score;
-  float p = cap.coefficients[4];
-#pragma unroll
-  for (int k = 3; k >= 0; --k) p = fmaf(p, z, cap.coefficients[k]);
-  return score * p;
-}
-
 // P may pass 1 by this power of two before O and the sums are rescaled to a new maximum. It costs
 // nothing: fp32 sums hold it, and P has the same relative precision at any scale.
 constexpr float kHeadroom = 8.0f;

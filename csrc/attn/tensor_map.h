@@ -31,12 +31,15 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   return encoder;
 }
 
+// How much the L2 reads at a time for boxes whose rows are 128 bytes, unless measured otherwise.
+inline constexpr CUtensorMapL2promotion kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
+
 // Boxes of `box` elements, the first 64 of them one row of 128 bytes under the 128-byte swizzle.
 // `strides` are in elements and start with the second dimension.
 template <int kRank>
 bool encode_tensor_map(TensorMap* tensor, DType dtype, const void* data,
                        const int64_t (&sizes)[kRank], const int64_t (&strides)[kRank - 1],
-                       const int (&box)[kRank]) {
+                       const int (&box)[kRank], CUtensorMapL2promotion promotion) {
   cuuint64_t map_sizes[kRank], map_strides[kRank - 1];
   cuuint32_t map_box[kRank], steps[kRank];
   for (int i = 0; i < kRank; ++i) {
@@ -52,29 +55,30 @@ bool encode_tensor_map(TensorMap* tensor, DType dtype, const void* data,
                                                              : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   return tensor_map_encoder()(&tensor->map, type, kRank, const_cast<void*>(data), map_sizes,
                               map_strides, map_box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                              CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                              CU_TENSOR_MAP_SWIZZLE_128B, promotion,
                               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 // K or V, in boxes of `box_rows` rows.
 inline bool encode_keys(TensorMap* tensor, DType dtype, const void* data, const Strides& s,
-                        int64_t batch, int64_t heads, int64_t rows, int64_t dim, int box_rows) {
+                        int64_t batch, int64_t heads, int64_t rows, int64_t dim, int box_rows,
+                        CUtensorMapL2promotion promotion = kPromotion) {
   tensor->head_step = s.head != 0;
   tensor->batch_step = s.batch != 0;
   return encode_tensor_map<4>(tensor, dtype, data, {dim, rows, heads, batch},
-                              {s.row, s.head, s.batch}, {64, box_rows, 1, 1});
+                              {s.row, s.head, s.batch}, {64, box_rows, 1, 1}, promotion);
 }
 
 // Q or O, in boxes of `box_rows` rows of a tile.
 inline bool encode_queries(TensorMap* tensor, DType dtype, const void* data, const Strides& s,
                            int64_t batch, int64_t heads, int64_t queries, int64_t dim, int box_rows,
-                           const Grouping& grouping) {
+                           const Grouping& grouping, CUtensorMapL2promotion promotion) {
   tensor->head_step = s.head != 0;
   tensor->batch_step = s.batch != 0;
   const int group = grouping.rows(1);
   return encode_tensor_map<5>(tensor, dtype, data, {dim, group, queries, heads / group, batch},
                               {s.head, s.row, group * s.head, s.batch},
-                              {64, group, box_rows / group, 1, 1});
+                              {64, group, box_rows / group, 1, 1}, promotion);
 }
 
 }  // namespace attnscope

@@ -31,26 +31,16 @@ SOFTCAP = """
 #include "attn/scores.cuh"
 using namespace attnscope;
 int main() {
-  bool wrong_range = false;
   for (double cap : {1e-30, 30.0, 255.0, 256.0, 1e3, 1e6, 1e12, 1e37, 3e38}) {
     for (double scale : {0.125, -2.0}) {
       ForwardParams p{};
       p.scale = scale;
       p.softcap = cap;
       const ScoreScales scales = score_scales(p);
-      const CapPolynomial polynomial = cap_polynomial(scale, cap);
       const auto capped = [&](float raw) {
         float s[4] = {raw, raw, raw, raw};
         transform_scores(s, scales);
         return s[3];
-      };
-      // By the polynomial where it serves: up to |x| = 0.7.
-      const auto capped_small = [&](float raw) {
-        const bool small = scales.transform == kCap && !(std::fabs(raw) > polynomial.most);
-        const double x = std::fabs(static_cast<double>(raw) * scale / cap);
-        const bool normal = cap > 1 && cap < 256 && scale == 0.125;
-        wrong_range |= normal && small != (x <= 0.7) && std::fabs(x - 0.7) > 1e-5;
-        return small ? cap_small(raw, polynomial) : capped(raw);
       };
       for (int i = -4000; i <= 4000; ++i) {
         for (double unit : {1.0, cap}) {
@@ -58,8 +48,7 @@ int main() {
           const float raw = static_cast<float>(i % 2 ? size : -size);
           if (!(std::fabs(raw * scale) < 3e38)) continue;
           const double want = cap * std::tanh(static_cast<double>(raw) * scale / cap);
-          const double error =
-              std::max(std::fabs(capped(raw) - want), std::fabs(capped_small(raw) - want));
+          const double error = std::fabs(capped(raw) - want);
           // Relative from the wide caps on, else of the cap, of which few bits are lost.
           const double allowed = (cap < 256 ? cap : std::fabs(want)) * 4e-7;
           if (!(error <= allowed)) {
@@ -71,10 +60,8 @@ int main() {
       const float sign = scale > 0 ? 1 : -1, top = static_cast<float>(cap);
       if (capped(INFINITY) != sign * top || capped(-INFINITY) != -sign * top) return 2;
       if (!std::isnan(capped(NAN)) || capped(0.0f) != 0) return 3;
-      if (!std::isnan(capped_small(NAN)) || capped_small(0.0f) != 0) return 5;
     }
   }
-  if (wrong_range) return 6;
   const bool giant = is_giant(0x1p20f) && is_giant(-0x1p20f) && is_giant(1e38f);
   return giant && !is_giant(1e6f) && !is_giant(-FLT_MAX) && !is_giant(INFINITY) ? 0 : 4;
 }

@@ -106,6 +106,7 @@ constexpr ForwardTile kForwardTiles[] = {
 inline constexpr int kForwardTileCount = sizeof(kForwardTiles) / sizeof(kForwardTiles[0]);
 inline constexpr int kMaxConsumers = 4;
 inline constexpr int kPrefetchKeys = 256;       // calls with at most this many keys prefetch tiles
+inline constexpr int kNarrowKeys = 4096;        // up to which the L2 reads 128 bytes at a time
 inline constexpr int kShortSection = 32;        // heads whose long tiles come first in such calls
 inline constexpr int kOrderedSequences = 1024;  // most of a packed batch that come longest first
 inline constexpr int kSequenceTurns = 3;        // of which each has half as many keys

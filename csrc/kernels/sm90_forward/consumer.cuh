@@ -38,8 +38,6 @@ class Consumer {
   // Where registers allow: the sums of a block are looked at after the wait for the next K, and so
   // complete under it. Above head dim 128 that is slower.
   static constexpr bool kSettlesLate = Config::kScoresLive && Config::kHeadDim <= 128;
-  // At other head dims the code would lie between the steps of calls without a softcap.
-  static constexpr bool kCapsInSoftmax = Config::kScoresLive && Config::kHeadDim > 128;
 
   // Tile after tile, until none is left (false) or the warp's O is in doubt (true).
   //
@@ -175,19 +173,12 @@ class Consumer {
     ptx::pin_registers(f.s);
     mark(ConsumerStep::kSoftmax);
     if constexpr (Config::kScoresLive) release_scores(k_slot, block == t.begin);
+    finish_scores(block, boundary);
     float sum[2];
-    const bool raw = kCapsInSoftmax && !boundary && a.scores.transform == kCap;
-    if (__builtin_expect(raw, false)) {
-      softmax<Config, true>(f, p_here, scale_log2(), a.cap, sum);
-    } else {
-      finish_scores(block, boundary);
-      if (__builtin_expect(!boundary, true)) {
-        softmax<Config, false>(f, p_here, scale_log2(), a.cap, sum);
-      }
-    }
+    if (__builtin_expect(!boundary, true)) softmax<Config>(f, p_here, scale_log2(), sum);
     bool rescale;
     if constexpr (!kSettlesLate) {
-      rescale = settle_maximum(t, p_here, sum, block, boundary, raw, k_slot);
+      rescale = settle_maximum(t, p_here, sum, block, boundary, k_slot);
     }
     if constexpr (!Config::kScoresLive) {
       release_scores(k_slot, block == t.begin);
@@ -200,7 +191,7 @@ class Consumer {
     // moves the wait for O up, before the exponentials that are to run during O.
     await_next_k(block > t.begin);
     if constexpr (kSettlesLate) {
-      rescale = settle_maximum(t, p_here, sum, block, boundary, raw, k_slot);
+      rescale = settle_maximum(t, p_here, sum, block, boundary, k_slot);
     }
     mark(ConsumerStep::kAwaitOutput);
     ptx::wgmma_wait<0>();
@@ -263,7 +254,7 @@ class Consumer {
   // probabilities by the true one. True if it rose.
   __device__ __forceinline__ bool settle_maximum(TileBlocks& t, Probabilities<Config>& p,
                                                  const float (&sum)[2], int block, bool boundary,
-                                                 bool raw, const Ring& k_slot) {
+                                                 const Ring& k_slot) {
     // A boundary block may be the first that some rows see: there the maximum surely rises. In a
     // giant warp every block counts as one.
     bool rises = boundary;
@@ -275,7 +266,6 @@ class Consumer {
                                  ptx::shared_address(s.k[k_slot.stage][key_buffer()]));
         finish_scores(block, false);
       }
-      if (__builtin_expect(rises && raw, false)) transform_scores<false>(f.s, a.scores);
     }
     if (__builtin_expect(rises, false)) {
       mark(ConsumerStep::kRaiseMaximum);

@@ -21,7 +21,6 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
   ForwardArguments a{};
   a.params = p;
   a.scores = score_scales(p);
-  a.cap = cap_polynomial(p.scale, p.softcap);
   a.grouping = grouping;
   const int together = heads_together(Config::kTile, grouping.log2, p.heads_q, p.heads_kv);
   const int heads = ceil_div((p.heads_q >> grouping.log2) / together, Config::kHeadsPerTile);
@@ -74,14 +73,16 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
   const int64_t batch = p.packed() ? 1 : p.batch;
   const int64_t rows_q = p.packed() ? p.total_q : p.seqlen_q,
                 rows_k = p.packed() ? p.total_k : p.seqlen_k;
+  const CUtensorMapL2promotion promotion =
+      p.seqlen_k <= kNarrowKeys ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : kPromotion;
   if (p.total_k > 0 && !(encode_queries(&a.q, p.dtype, p.q, p.q_stride, batch, p.heads_q, rows_q,
-                                        p.head_dim, 64, grouping) &&
+                                        p.head_dim, 64, grouping, promotion) &&
                          encode_keys(&a.k, p.dtype, p.k, p.k_stride, batch, p.heads_kv, rows_k,
-                                     p.head_dim, Config::kBlockN) &&
+                                     p.head_dim, Config::kBlockN, promotion) &&
                          encode_keys(&a.v, p.dtype, p.v, p.v_stride, batch, p.heads_kv, rows_k,
-                                     p.head_dim_v, Config::kBlockN) &&
+                                     p.head_dim_v, Config::kBlockN, promotion) &&
                          encode_queries(&a.out, p.dtype, p.out, p.out_stride, batch, p.heads_q,
-                                        rows_q, p.head_dim_v, 16, grouping))) {
+                                        rows_q, p.head_dim_v, 16, grouping, promotion))) {
     return cudaErrorInvalidValue;
   }
 

@@ -186,7 +186,6 @@ struct ForwardArguments {
   TileOrder order;
   int last_m_blocks;  // tiles of each of the heads at its end
   ScoreScales scores;
-  CapPolynomial cap;
   Grouping grouping;
   Divisor section_tiles, section;  // of `order`
   Divisor together;                // query heads of a tile, see heads_together

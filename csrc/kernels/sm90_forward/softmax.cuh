@@ -46,29 +46,19 @@ constexpr float kMostSum = 0x1p12f;
 
 // Probabilities by the row maximum in use, and this thread's sums of them. Nothing looks for a new
 // maximum: a probability is at most the sum that it is part of, so small sums show that all are
-// small. kCapped: of raw scores that are to be capped, by a polynomial in place of two special
-// functions; a sum is infinite if a score is too large for it. The scores stay raw.
-template <class Config, bool kCapped>
+// small.
+template <class Config>
 __device__ __forceinline__ void softmax(Fragments<Config>& f, Probabilities<Config>& p,
-                                        float scale_log2, const CapPolynomial& cap,
-                                        float (&sum)[2]) {
+                                        float scale_log2, float (&sum)[2]) {
   sum[0] = sum[1] = 0.0f;
-  float top = 0.0f;
 #pragma unroll
   for (int i = 0; i < Config::kBlockN / 4; ++i) {
     const int half = i % 2;
-    float low = f.s[2 * i], high = f.s[2 * i + 1];
-    if constexpr (kCapped) {
-      top = fmaxf(top, fmaxf(fabsf(low), fabsf(high)));
-      low = cap_small(low, cap);
-      high = cap_small(high, cap);
-    }
-    const float p_low = ptx::exp2_approx(fmaf(low, scale_log2, -f.row_max[half]));
-    const float p_high = ptx::exp2_approx(fmaf(high, scale_log2, -f.row_max[half]));
+    const float p_low = ptx::exp2_approx(fmaf(f.s[2 * i], scale_log2, -f.row_max[half]));
+    const float p_high = ptx::exp2_approx(fmaf(f.s[2 * i + 1], scale_log2, -f.row_max[half]));
     sum[half] += p_low + p_high;
     put<Config>(f, p, i, p_low, p_high);
   }
-  if (kCapped && top > cap.most) sum[0] = INFINITY;
 }
 
 // False if a sum of the warp exceeds kMostSum: then raise_maximum must repeat the block from its
