@@ -14,7 +14,7 @@ from typing import Any
 
 SILENT_S = 60.0  # a child that is silent for longer hangs
 # Children pay for a trace of this size, where this process may use this number of cores.
-EVENTS, CORES = 50_000, 4
+EVENTS, CORES = 50_000, 2
 FORKS = hasattr(os, "sched_getaffinity")  # elsewhere than on Linux, a fork may not go on
 MOST_PAGES = 1 << 23  # 32 GiB: a fork copies the table of a process's pages, in a second from here
 _seconds = 0.0  # CPU seconds of all children that have ended

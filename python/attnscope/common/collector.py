@@ -23,7 +23,6 @@ def collector_off() -> Iterator[None]:
             gc.enable()
 
 
-def never_free(*objects: object) -> None:
-    """Leave objects as they are when this process ends: taking millions apart takes a second."""
-    for one in objects:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
+def never_free(one: object) -> None:
+    """Keep an object, and what it holds, until the process ends."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))

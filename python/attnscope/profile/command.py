@@ -10,7 +10,6 @@ from typing import Any
 import typer
 
 from attnscope.common.child import EVENTS
-from attnscope.common.collector import never_free
 from attnscope.common.console import explain, say
 from attnscope.common.options import bad_input, make_folder
 from attnscope.common.watcher import begin_step, watched
@@ -19,6 +18,7 @@ from attnscope.profile.api import Profile
 from attnscope.profile.errors import LostEvents, ProfileError
 from attnscope.profile.record.launcher import (
     LAUNCHER_MODULES,
+    RankOf,
     child_seconds,
     rank_of_process,
     unrecorded_children,
@@ -82,10 +82,9 @@ def profile_command(
         if merge is not None:
             raise typer.Exit(merge_ranks(merge, how))
         window = None if steps is None else parse_steps(steps)
-        found: Profile | None
         rank = None
         if trace is not None:
-            found, code = Profile.read(trace, window, step_range), 0
+            code = _report(Profile.read(trace, window, step_range), 0, how, rank)
         else:
             assert script is not None
             run = Script(script, arguments or [], module)
@@ -103,31 +102,44 @@ def profile_command(
                 "shapes": shapes, "stacks": stacks, "memory": memory, "steps": window,
                 "step_range": step_range,
             }  # fmt: skip
-            children = child_seconds()
-            with nullcontext() if form == "text" else redirect_stdout(sys.stderr):
-                found, code = _record(run, options)
-            if note := unrecorded_children(children):
-                say(f"profile: {note}", "yellow", stderr=True)
-        if found is None:
-            raise typer.Exit(code)
-        try:
-            over = show_rank(found, how, rank) if rank else show(found, how)
-            code = code or over
-        except BrokenPipeError:
-            raise
-        except (ProfileError, OSError) as error:
-            if isinstance(error, ProfileError) and form == "text":
-                print_lint(found.lint, lost=True)
-            say(f"profile: {error}", "red", stderr=True)
-            code = code or 1
-    raise typer.Exit(code or int(found.incomplete is not None or not found.lint.trusted))
+            # No variable has the profile: Exit would keep it, and Python's end is slow with it.
+            code = _report(*_record(run, options, form), how, rank)
+    raise typer.Exit(code)
 
 
-def _record(run: Script, options: dict[str, Any]) -> tuple[Profile | None, int]:
+def _report(found: Profile | None, code: int, how: of.Showing, rank: RankOf | None) -> int:
+    """Write and print a profile, if there is one; return the exit code of the command."""
+    if found is None:
+        return code
+    try:
+        over = show_rank(found, how, rank) if rank else show(found, how)
+        code = code or over
+    except BrokenPipeError:
+        raise
+    except (ProfileError, OSError) as error:
+        if isinstance(error, ProfileError) and how.format == "text":
+            print_lint(found.lint, lost=True)
+        say(f"profile: {error}", "red", stderr=True)
+        code = code or 1
+    return code or int(found.incomplete is not None or not found.lint.trusted)
+
+
+def _record(run: Script, options: dict[str, Any], form: str) -> tuple[Profile | None, int]:
     """Run the script; return its profile (None if nothing was recorded) and the exit code.
 
-    Raises ValueError if the recording cannot be made.
+    Lines on children that were not recorded follow. Raises ValueError if the recording cannot be
+    made.
     """
+    children = child_seconds()
+    with nullcontext() if form == "text" else redirect_stdout(sys.stderr):
+        found = _run(run, options)
+    if note := unrecorded_children(children):
+        say(f"profile: {note}", "yellow", stderr=True)
+    return found
+
+
+def _run(run: Script, options: dict[str, Any]) -> tuple[Profile | None, int]:
+    """`_record` without the lines."""
     code, region = 0, None
     recording = profile(run.name, after_steps=run.end, **options)
     try:
@@ -150,5 +162,5 @@ def _record(run: Script, options: dict[str, Any]) -> tuple[Profile | None, int]:
             code = code or 1
     found = region.profile if region and region.ended else None
     if found is not None and found.trace.size >= EVENTS:
-        never_free(found, recording)  # which has PyTorch's events
+        recording.leave_events()
     return found, code

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import pandas
 
-from attnscope.common.environment import environment
 from attnscope.profile.analysis.catalog import TABLES
 from attnscope.profile.analysis.efficiency import Efficiency, efficiency
 from attnscope.profile.analysis.findings import STARVATION, Finding, detect
@@ -72,15 +71,6 @@ class Result:
         """The owners of GPU work. Raises ProfileError if ids and launch times contradict."""
         check_owners(self._owners)
         return self._owners
-
-    @cached_property
-    def environment(self) -> dict[str, Any] | None:
-        """What the numbers depend on besides the program; None for a trace read from a file."""
-        if self.wall_s is None:
-            return None
-        import torch
-
-        return environment(torch.device("cuda" if self.trace.kernels else "cpu"), {})
 
     @cached_property
     def lint(self) -> Lint:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal
 
+from attnscope.common.collector import never_free
 from attnscope.profile.api import Profile, Region
 from attnscope.profile.errors import LostEvents, ProfileError
 from attnscope.profile.record.recorder import TWO, Options, Recorder, synchronize
@@ -107,6 +108,10 @@ class profile:
         if error is None and region.profile.incomplete:
             raise LostEvents(f"{self.name}: {region.profile.incomplete}")
         return False
+
+    def leave_events(self) -> None:
+        """Never free PyTorch's own events: this process ends, and to free them takes time."""
+        never_free(self._recorder.torch_profiler)
 
     def _finish(self, cause: str | None) -> Profile:
         if self._window is not None:

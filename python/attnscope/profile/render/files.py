@@ -8,16 +8,12 @@ import io
 import json
 import math
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import pandas
 
-from attnscope.common.child import Child, pays
 from attnscope.profile.analysis.catalog import TABLES
 from attnscope.profile.analysis.efficiency import FIGURES
 from attnscope.profile.analysis.kernel_names import short_name
@@ -30,8 +26,6 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 ROWS = 1 << 11  # rows of a table that are converted at a time
-LONGEST = "links"  # of the tables
-CHUNK = 1 << 20  # characters
 
 
 def profile_tables(profile: Result) -> dict[str, pandas.DataFrame]:
@@ -101,46 +95,19 @@ def write_json(profile: Result, file: IO[str]) -> None:
     "env" describes this process; it is null, with a reason, for a trace read from a file. Each row
     of a table is a line.
     """
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as aside:
-        longest = None
-        if pays(profile.trace.size):  # a child writes the rows of the longest table
-            longest = Child(partial(_rewrite_rows, profile, LONGEST, aside))
-        here = [name for name in TABLES if not longest or name != LONGEST]
-        sizes = {name: len(profile.table(name)) for name in here}
-        file.write(json.dumps(_facts(profile), indent=1, allow_nan=False).removesuffix("\n}"))
-        file.write(',\n "tables": {')
-        comma = ""
-        for name in TABLES:
-            if longest.result() if longest and name == LONGEST else sizes[name]:
-                file.write(f"{comma}\n  {json.dumps(name)}: [")
-                if name in sizes:
-                    _write_rows(profile, name, file)
-                else:
-                    aside.seek(0)
-                    shutil.copyfileobj(aside, file, CHUNK)
-                file.write("\n  ]")
-                comma = ","
-    file.write("\n }\n}\n")
-
-
-def _write_rows(profile: Result, name: str, file: IO[str]) -> int:
-    """Write the rows of a table as JSON and return their number."""
     encode = json.JSONEncoder(allow_nan=False).encode  # with an indent, json is slow for many rows
-    table = profile.table(name)
-    names = ", ".join(f"{encode(name).replace('%', '%%')}: %s" for name in table.columns)
-    for start in range(0, len(table), ROWS):
-        columns = [texts(c, encode) for c in columns_of(table.iloc[start : start + ROWS])]
-        lines = ",\n   ".join(f"{{{names}}}" % row for row in zip(*columns, strict=True))
-        file.write(f"{',' if start else ''}\n   {lines}")
-    return len(table)
-
-
-def _rewrite_rows(profile: Result, name: str, file: IO[str]) -> int:
-    file.seek(0)
-    file.truncate()
-    count = _write_rows(profile, name, file)
-    file.flush()
-    return count
+    tables = profile_tables(profile)
+    file.write(json.dumps(_facts(profile), indent=1, allow_nan=False).removesuffix("\n}"))
+    file.write(',\n "tables": {')
+    for at, (name, table) in enumerate(tables.items()):
+        file.write(f"{',' if at else ''}\n  {encode(name)}: [")
+        names = ", ".join(f"{encode(name).replace('%', '%%')}: %s" for name in table.columns)
+        for start in range(0, len(table), ROWS):
+            columns = [texts(c, encode) for c in columns_of(table.iloc[start : start + ROWS])]
+            lines = ",\n   ".join(f"{{{names}}}" % row for row in zip(*columns, strict=True))
+            file.write(f"{',' if start else ''}\n   {lines}")
+        file.write("\n  ]")
+    file.write("\n }\n}\n")
 
 
 def _facts(profile: Result) -> dict[str, Any]:
@@ -150,8 +117,7 @@ def _facts(profile: Result) -> dict[str, Any]:
         "schema": SCHEMA,
         "name": profile.name,
         "run": dict(profile.run),
-        "env": profile.environment,
-        "env_reason": "the trace was read from a file" if profile.environment is None else None,
+        **_environment(profile),
         "devices": profile.trace.devices,
         **_peaks(profile),
         "wall_s": profile.wall_s,
@@ -193,6 +159,17 @@ def lint_facts(lint: Lint) -> dict[str, Any]:
     """The verdict on a trace and its faults."""
     faults = [vars(fault) for fault in lint.faults]
     return {"trusted": lint.trusted, "verdict": lint.verdict, "faults": faults}
+
+
+def _environment(profile: Result) -> dict[str, Any]:
+    import torch
+
+    from attnscope.common.environment import environment
+
+    if profile.wall_s is None:
+        return {"env": None, "env_reason": "the trace was read from a file"}
+    device = torch.device("cuda" if profile.trace.kernels else "cpu")
+    return {"env": environment(device, {}), "env_reason": None}
 
 
 def _peaks(profile: Result) -> dict[str, Any]:

@@ -17,14 +17,8 @@ from attnscope.profile.render.markdown import as_markdown
 
 
 def _json(profile: Result, folder: Path) -> list[Path]:
-    """Under its name once it is whole: CSV, which may be written beside it, looks for that."""
-    path, part = folder / "profile.json", folder / "profile.json.part"
-    try:
-        to_json(profile, part)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-    return [path]
+    to_json(profile, folder / "profile.json")
+    return [folder / "profile.json"]
 
 
 def _markdown(profile: Result, folder: Path) -> list[Path]:
@@ -60,8 +54,8 @@ FORMATS: dict[str, Callable[[Result, Path], list[Path]]] = {
     "markdown": _markdown,
     "chrome trace": _chrome_trace,
 }
-# Formats of a large trace that children write, begun first, while this process writes the others.
-BESIDE = ("json", "html", "csv", "chrome trace")
+# Formats of a large trace that children write while this process writes the others.
+BESIDE = ("html", "chrome trace")
 
 
 def write_all(profile: Result, folder: Path) -> str:
@@ -75,8 +69,6 @@ def write_all(profile: Result, folder: Path) -> str:
     children: list[tuple[str, Child]] = []
     large = pays(profile.trace.size) and not _is_source(profile, folder / "trace.json")
     names = sorted(FORMATS, key=lambda name: large and name not in BESIDE)
-    if large:  # a child must not ask the GPU
-        profile.environment  # noqa: B018
 
     def collect(name: str, write: Callable[[], list[str]]) -> None:
         begin_step(f"writing {name} in {folder}")

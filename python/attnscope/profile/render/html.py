@@ -6,19 +6,17 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas
 
-from attnscope.common.child import Child, pays
 from attnscope.profile.analysis.catalog import TABLES
 from attnscope.profile.analysis.kernel_names import category
 from attnscope.profile.analysis.lint import LOST
 from attnscope.profile.analysis.rates import NO_WORK
 from attnscope.profile.analysis.tree import icicle
-from attnscope.profile.render.document import Section, environment, rows_of, svg
+from attnscope.profile.render.document import Section, environment, rows_of
 from attnscope.profile.render.figures import CATEGORY_COLOURS, activity, categories, step_parts
 from attnscope.profile.render.table import shown_name, unit_for
 from attnscope.profile.render.terminal import (
@@ -58,7 +56,6 @@ STAGES = {
 
 def write_html(profile: Result, path: str | os.PathLike[str]) -> None:
     """Write the page. Raises ProfileError for tables that contradict the trace."""
-    plots = Child(partial(_plots, profile)) if pays(profile.trace.size) else None
     tree = icicle(profile.attribution)
     page = environment().get_template("profile.html.j2")
     text = page.render(
@@ -72,7 +69,15 @@ def write_html(profile: Result, path: str | os.PathLike[str]) -> None:
         cards=list(_cards(profile)),
         tree=tree.as_dict() if tree.ns else None,
         colours=CATEGORY_COLOURS,
-        plots=plots.result() if plots else _plots(profile),
+        plots=[
+            (name, figure)
+            for name, figure in (
+                ("GPU time by stage and category", categories(profile.attribution)),
+                ("GPU activity over time", activity(profile.attribution)),
+                ("Parts of each step", step_parts(profile)),
+            )
+            if figure
+        ],
         sections=list(_sections(profile)),
         findings=[
             (one, Section(one.title, "", [_flat(row) for row in one.evidence]))
@@ -80,16 +85,6 @@ def write_html(profile: Result, path: str | os.PathLike[str]) -> None:
         ],
     )
     Path(path).write_text(text, encoding="utf-8")
-
-
-def _plots(profile: Result) -> list[tuple[str, str]]:
-    """Name and SVG of each figure."""
-    figures = (
-        ("GPU time by stage and category", categories(profile.attribution)),
-        ("GPU activity over time", activity(profile.attribution)),
-        ("Parts of each step", step_parts(profile)),
-    )
-    return [(name, svg(figure, name)) for name, figure in figures if figure]
 
 
 def _warnings(profile: Result) -> Iterator[str]:
