@@ -5,6 +5,7 @@ The models go on without an end, which covers every number of steps and of tiles
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from functools import partial
 
 import pytest
@@ -209,6 +210,7 @@ class Narrow:
             advance, at = self.advanced(at, 1, 0, 0)
             return advance, (at, until)
         yield self.after(wait(self.k_full, keys, reads=self.k))
+        staged: list[Op] = []  # dQ of the step before, which is passed on in this one
         for j in range(step, step + steps):
             # No other warp may still store rows where dS comes.
             alone = [read(fellows, keys - 1)] if self.warps > 1 and j == step else []
@@ -217,6 +219,7 @@ class Narrow:
             if not self.has("last dQ"):
                 release += [arrive(self.k_empty, keys)] if j == last else []
             if self.hidden and (yield choose()):
+                yield from staged
                 yield self.after(wait_before(self.ds_empty, j), *passed)
                 yield self.after(wait(self.v_full, keys), *release)
                 yield self.after(wait(self.q_full, j))
@@ -224,16 +227,15 @@ class Narrow:
             else:
                 yield self.after(wait(self.q_full, j, reads=self.q))
                 yield self.after(wait(self.v_full, keys, reads=self.v))
+                yield self.after(wait(self.dout_full, j, reads=self.dout))
+                yield from staged
                 # S and dP of this step are complete.
-                yield self.after(
-                    wait(self.dout_full, j, reads=self.dout),
-                    read((self.q, self.dout), j), read(self.v, keys), *release,
-                )  # fmt: skip
+                yield together(read((self.q, self.dout), j), read(self.v, keys), *release)
                 yield self.after(wait_before(self.ds_empty, j), *passed)
                 yield together(read((self.q, self.dout), j), arrive(self.empty, j))
-            if until == 0:
-                yield from self.query_gradient(i, j, keys)
+            staged = [] if until else (yield from self.query_gradient(i, j, keys))
             until = until - 1 if until else self.consumers - 1
+        yield from staged
         if self.has("last dQ"):
             yield arrive(self.k_empty, keys, reads=self.k)
         if self.has("next dS"):
@@ -252,13 +254,13 @@ class Narrow:
         advance, at = self.advanced(at, 1, steps, 1)
         return advance, (at, until)
 
-    def query_gradient(self, i: int, j: int, keys: int) -> Step:
-        """dQ of step `j` by warp `i`."""
+    def query_gradient(self, i: int, j: int, keys: int) -> Generator[Op, bool, list[Op]]:
+        """dQ of step `j` by warp `i`. Returns what passes it on."""
         dq = self.dq[i % self.warps]
         yield self.after(wait(self.ds_full, j, reads=self.ds))
-        yield together(read(self.ds, j), read(self.k, keys), arrive(self.ds_empty, j))
-        yield self.after(wait_before(self.dq_empty, j), write(dq, j))
-        yield publish(self.dq_full, j, writes=dq)
+        yield self.after(wait_before(self.dq_empty, j))
+        yield together(read(self.ds, j), read(self.k, keys), arrive(self.ds_empty, j), write(dq, j))
+        return [publish(self.dq_full, j, writes=dq)]
 
 
 class Wide:

@@ -6,6 +6,10 @@
 // until it is stored, and add. In a deterministic call the first in turn stores, and marks the
 // claim for the postprocess alone: a block that nobody has claimed sees no key.
 //
+// Under a causal mask tiles start at different blocks of queries. Without a right bound of the
+// window all tiles would start at the first one, and wait: so each starts where its keys are, and
+// comes to the blocks before at the end.
+//
 // Progress: between taking 0 and adding kStored a writer waits for nothing but its own store. So
 // the others wait for a thread that runs, in whatever order thread blocks come.
 #pragma once

@@ -79,18 +79,16 @@ constexpr int64_t block_count(bool packed, int64_t total, int length, int64_t ba
 }
 
 // Whether who comes first to a block of dQ stores its part, and nobody zeroes dQ before, see
-// claims.cuh. Without a right bound the tiles of a head all start at the same block, and would
-// wait.
+// claims.cuh.
 inline bool stores_first_part(const BackwardParams& params) {
-  return !kBackwardTiles[backward_tile(params.forward)].wide() &&
-         (params.deterministic || params.forward.window_right >= 0);
+  return !kBackwardTiles[backward_tile(params.forward)].wide();
 }
 
 // Parts of the workspace, as offsets in bytes. Per query head and block of queries:
 //   statistics  block_m floats log2(e) lse, then block_m floats delta
 //   gradient    dQ / scale in fp32, in the order of the accumulators, see kernel.cuh
 //   tickets     deterministic calls: for each part of dQ, how many key blocks have added
-//   claims      if the first part of dQ is stored: whether it is, see claims.cuh
+//   claims      up to head dim 128: whether the first part of dQ is stored, see claims.cuh
 struct BackwardWorkspace {
   int64_t statistics, gradient, tickets, claims, counter, bytes;
 };

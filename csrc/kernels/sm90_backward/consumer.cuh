@@ -63,22 +63,26 @@ class BackwardConsumer {
   }
 
   // A step in which some query sees a key of this consumer. In flight at once: S(i), dP(i); then
-  // dV(i), dK(i). P(i) is computed beside dP(i), and with early values dS(i) beside dV(i). A fence
-  // waits for this thread's writes to shared memory: it comes after a product that does not need
-  // it, and takes less of the time.
+  // dV(i), dK(i). P(i) is computed beside dP(i), and with early values dS(i) beside dV(i).
+  //
+  // Products keep shared memory busy, and what comes after them waits: so lse is loaded before S. A
+  // fence waits for this thread's writes to shared memory, so it comes after products that do not
+  // need it. Reading a barrier takes as long as four products: what the next step needs is read
+  // beside dK, and dS' buffer beside dP.
   __device__ __forceinline__ void accumulate() {
     const Ring slot(step);
     Scores p, dp;
     Packed packed_p, packed_ds;
-    await_queries(slot);
-    issue_scores<Config>(p, key_rows(), queries(s.q, slot));
-    await_dout(slot);
-    issue_scores<Config>(dp, value_rows(), queries(s.dout, slot));
+    await_operands(slot);
     ColumnPairs<kBlockM / 8> lse(s.lse_log2[slot.stage]);
+    issue_scores<Config>(p, key_rows(), queries(s.q, slot));
+    issue_scores<Config>(dp, value_rows(), queries(s.dout, slot));
+    pass_on_query_gradient();
     ptx::wgmma_wait<1>();
     ptx::pin_registers(p);
     probabilities(p, packed_p, lse);
     ColumnPairs<kBlockM / 8> delta(s.delta[slot.stage]);
+    const bool is_free = has_completed(s.ds_empty[step & 1], step >> 1 & 1 ^ 1);
     if constexpr (Config::kEarlyValues) {
       issue_key_gradient<Config>(dv, packed_p, queries(s.dout, slot));
     }
@@ -86,15 +90,18 @@ class BackwardConsumer {
     ptx::pin_registers(dp);
     release_if(s.v_empty[ValueRing(tiles).stage], step + 1 == last);
     score_gradients(p, packed_p, dp, packed_ds, delta);
-    await_score_buffer();
+    if (__builtin_expect(!is_free, false)) await_score_buffer();
     store_scores<Config>(ptx::shared_address(s.ds[buffer()][consumer]), packed_ds);
     if constexpr (!Config::kEarlyValues) {
       issue_key_gradient<Config>(dv, packed_p, queries(s.dout, slot));
     }
+    issue_key_gradient<Config>(dk, packed_ds, queries(s.q, slot));
     ptx::fence_proxy_async();
     inject(Fault::kScores, 2 * step);
     release(s.ds_full[step & 1]);
-    issue_key_gradient<Config>(dk, packed_ds, queries(s.q, slot));
+    const Ring next(step + 1);
+    loaded = has_completed(s.q_full[next.stage], next.parity) &
+             has_completed(s.dout_full[next.stage], next.parity);
     ptx::wgmma_wait<0>();
     inject(Fault::kRelease, step);
     release(s.empty[slot.stage]);
@@ -104,6 +111,7 @@ class BackwardConsumer {
   __device__ __forceinline__ void pass_over() {
     const Ring slot(step);
     const ValueRing v_slot(tiles);
+    pass_on_query_gradient();
     await_score_buffer();
     store_scores<Config>(ptx::shared_address(s.ds[buffer()][consumer]), Packed{});
     ptx::fence_proxy_async();
@@ -113,22 +121,33 @@ class BackwardConsumer {
     release_if(s.v_empty[v_slot.stage], step + 1 == last);
     wait(s.q_full[slot.stage], slot.parity);
     wait(s.dout_full[slot.stage], slot.parity);
+    loaded = false;
     inject(Fault::kRelease, step);
     release(s.empty[slot.stage]);
   }
 
-  // dQ of the step's block, from dS of all consumers.
+  // dQ of the step's block, from dS of all consumers, into shared memory. It is passed on beside
+  // the products of the next step: the fence would wait for the stores.
   __device__ __forceinline__ void add_query_gradient() {
     float dq[Config::kHeadDim / 2];
     wait(s.ds_full[step & 1], step >> 1 & 1);
     issue_query_gradient<Config>(dq, scores(), keys());
+    const GradientRing out(step);
+    wait(s.dq_empty[out.stage], out.parity ^ 1);
     ptx::wgmma_wait<0>();
     ptx::pin_registers(dq);
     release(s.ds_empty[step & 1]);
     stage_query_gradient(dq);
+    staged = true;
+  }
+
+  // dQ of the step before, to the writer.
+  __device__ __forceinline__ void pass_on_query_gradient() {
+    if (!staged) return;
+    staged = false;
     ptx::fence_proxy_async();
-    inject(Fault::kScores, 2 * step + 1);
-    release(s.dq_full[GradientRing(step).stage]);
+    inject(Fault::kScores, 2 * step - 1);
+    release(s.dq_full[GradientRing(step - 1).stage]);
   }
 
   // Until the step's buffer of dS is read for the last time.
@@ -138,6 +157,8 @@ class BackwardConsumer {
 
   // Stores what a tile accumulated.
   __device__ __forceinline__ void finish_tile() {
+    loaded = false;
+    pass_on_query_gradient();
     await_score_buffer();  // see staging
     store_key_gradients<Config>(a, *tile, consumer, staging(), dk, dv);
     if (a.whole_heads && ptx::uniform(tile->key_block) == 0) store_query_gradients();
@@ -158,7 +179,7 @@ class BackwardConsumer {
     end_seen = ptx::uniform(tile->consumer[consumer].end);
     full_begin = ptx::uniform(tile->consumer[consumer].full_begin);
     full_end = ptx::uniform(tile->consumer[consumer].full_end);
-    block = begin;
+    block = ptx::uniform(tile->start);
     const int seqlen_q = ptx::uniform(tile->seqlen_q);
     ragged_block = a.packed && seqlen_q % kBlockM != 0 ? seqlen_q / kBlockM : -1;
     last += (end - begin) * a.group;
@@ -178,16 +199,18 @@ class BackwardConsumer {
     }
   }
 
-  __device__ __forceinline__ void await_queries(const Ring& slot) {
-    wait(s.q_full[slot.stage], slot.parity);
-    if (block == ragged_block) clear_rows<kBlockM>(s.q[slot.stage], ragged_rows());
-  }
-
-  __device__ __forceinline__ void await_dout(const Ring& slot) {
-    const ValueRing v_slot(tiles);
-    wait(s.v_full[v_slot.stage], v_slot.parity);
-    wait(s.dout_full[slot.stage], slot.parity);
-    if (block == ragged_block) clear_rows<kBlockM>(s.dout[slot.stage], ragged_rows());
+  // Q, V and dO of a step, unless they were there beside the step before.
+  __device__ __forceinline__ void await_operands(const Ring& slot) {
+    if (__builtin_expect(!loaded, false)) {
+      const ValueRing v_slot(tiles);
+      wait(s.q_full[slot.stage], slot.parity);
+      wait(s.v_full[v_slot.stage], v_slot.parity);
+      wait(s.dout_full[slot.stage], slot.parity);
+    }
+    if (__builtin_expect(block == ragged_block, false)) {
+      clear_rows<kBlockM>(s.q[slot.stage], ragged_rows());
+      clear_rows<kBlockM>(s.dout[slot.stage], ragged_rows());
+    }
   }
 
   // Zeroes the rows of a tile from `first` on, before this consumer's products read them. Every
@@ -234,7 +257,6 @@ class BackwardConsumer {
   __device__ __forceinline__ void stage_query_gradient(const float (&dq)[Config::kHeadDim / 2]) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const GradientRing slot(step);
-    wait(s.dq_empty[slot.stage], slot.parity ^ 1);
     const uint32_t address = ptx::shared_address(s.dq[slot.stage]) + warp * 4096 + lane * 16;
 #pragma unroll
     for (int j = 0; j < Config::kHeadDim / 8; ++j) {
@@ -280,6 +302,10 @@ class BackwardConsumer {
 
   __device__ __forceinline__ static void wait(uint64_t& barrier, int parity) {
     ptx::mbarrier_wait(ptx::shared_address(&barrier), parity);
+  }
+  // Does not wait. The phase before has been waited for, as wait() needs too.
+  __device__ __forceinline__ static bool has_completed(uint64_t& barrier, int parity) {
+    return ptx::mbarrier_test(ptx::shared_address(&barrier), parity);
   }
 
   // One arrival a warp, after all of its lanes have read or written. Predicated, as in the forward.
@@ -336,7 +362,9 @@ class BackwardConsumer {
   int turn;                                                    // until this consumer computes dQ
   int begin, end, first_seen, end_seen, full_begin, full_end;  // blocks of queries, see KeyTile
   int block;                                                   // of the step
-  int ragged_block;  // packed: the block with rows past the end of the sequence; -1: none
+  int ragged_block;     // packed: the block with rows past the end of the sequence; -1: none
+  bool loaded = false;  // Q, V and dO of the step
+  bool staged = false;  // dQ of the step before, which has not been passed on
 };
 
 }  // namespace attnscope::sm90

@@ -61,6 +61,7 @@ struct alignas(128) KeyTile {
   int seqlen_q, seqlen_k;
   int first_block;  // number of the sequence's first block among those of a head
   int begin, end;   // the blocks that see a key of the tile
+  int start;        // the first of them in turn; after the last one comes `begin`
   // The blocks that see one of a consumer's 64 keys; full_begin, full_end: all of them.
   BlockRange consumer[3];
 };
@@ -137,7 +138,7 @@ struct BackwardArguments {
   float* statistics;
   float* gradient;
   int* tickets;  // null unless deterministic
-  int* claims;   // null if the preprocess zeroes dQ, or heads are whole; see claims.cuh
+  int* claims;   // null above head dim 128, or if heads are whole; see claims.cuh
   int* counter;
 };
 

@@ -72,8 +72,12 @@ __device__ __forceinline__ void describe_tile(const BackwardArguments& a, int in
     t.seqlen_k = seg_k.length;
     t.first_block = a.packed ? first_block(p.cu_seqlens_q, p.total_q, sequence, Config::kBlockM)
                              : sequence * a.dense_queries.divisor;
-    t.begin = range.begin;
+    t.begin = t.start = range.begin;
     t.end = range.end;
+    // Tiles that see the same blocks start at different ones, see claims.cuh.
+    if (p.window_right < 0 && a.claims != nullptr && a.tickets == nullptr) {
+      t.start += first_key / Config::kBlockM % max(range.end - range.begin, 1);
+    }
   }
 }
 

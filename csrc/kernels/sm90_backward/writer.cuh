@@ -16,13 +16,14 @@ __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardS
   const int blocks = a.whole_heads ? a.dense_queries.divisor : a.query_blocks;
   const int first =
       a.whole_heads ? blockIdx.x * a.group * blocks : t.head_kv * a.group * blocks + t.first_block;
-  int place = first + t.begin;
   const bool ordered = a.whole_heads || a.tickets != nullptr;
   int added = -1;  // deterministic calls: the ticket of the turn that has not been passed on yet
 #pragma unroll 1
   for (int head = 0; head < a.group; ++head) {
+    int block = t.start;
 #pragma unroll 1
-    for (int block = t.begin; block < t.end; ++block) {
+    for (int n = t.begin; n < t.end; ++n, block = block + 1 < t.end ? block + 1 : t.begin) {
+      const int place = first + head * blocks + block;
       // While the consumers still work on the block, the last turn is passed on, and this one
       // arrives.
       if (a.tickets != nullptr && Turns<Config>::begins(t, block)) {
@@ -53,9 +54,7 @@ __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardS
       ptx::mbarrier_arrive(ptx::shared_address(&s.dq_empty[slot.stage]));
       if (stores && a.tickets != nullptr) a.claims[place] = kStored;
       if (stores && !ordered) publish_claim(a, place);
-      ++place;
     }
-    place += blocks - (t.end - t.begin);
   }
   if (added >= 0) Turns<Config>::finish(a, added);
   if (a.whole_heads && t.key_block == 0) {
