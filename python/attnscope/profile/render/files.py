@@ -162,12 +162,12 @@ def lint_facts(lint: Lint) -> dict[str, Any]:
 
 
 def _environment(profile: Result) -> dict[str, Any]:
+    if profile.wall_s is None:
+        return {"env": None, "env_reason": "the trace was read from a file"}
     import torch
 
     from attnscope.common.environment import environment
 
-    if profile.wall_s is None:
-        return {"env": None, "env_reason": "the trace was read from a file"}
     device = torch.device("cuda" if profile.trace.kernels else "cpu")
     return {"env": environment(device, {}), "env_reason": None}
 
