@@ -15,6 +15,7 @@ import pytest
 import sass
 import timeline_marks as marks
 import torch
+from timeline_shapes import SHAPES
 from typer.testing import CliRunner
 
 from attnscope import cli
@@ -60,6 +61,15 @@ def test_states_are_those_of_the_kernel(struct, states):
     assert len(states) <= layout.WORDS
 
 
+def test_the_recorded_calls_use_every_tile_of_an_h200_with_as_wide_values():
+    names = ("head_dim", "block_m", "block_n", "key_parts")
+    every = [t for t in json.loads(torch.ops.attnscope.kernels()) if t["kernel"] == "sm90_forward"]
+    assert {
+        tuple(library.tile_of(Workload.of(**shape), 132)[n] for n in names)
+        for shape in SHAPES.values()
+    } == {tuple(t[n] for n in names) for t in every if t["head_dim"] == t["head_dim_v"]}
+
+
 def test_lanes_are_those_of_the_kernel():
     (body,) = re.findall(r"struct Lane {\n  enum : int {(.*?)}", MARKS, re.DOTALL)
     assert body.split() == ["kScheduler,", "kProducer,", "kQueries,", "kConsumer"]
@@ -89,6 +99,25 @@ def test_every_state_is_read_in_the_order_and_for_the_time_it_was_in():
     )
     assert (track.begin[1:] == track.end[:-1]).all()
     assert track.begin[0] == 155  # although the clock's low word wraps in between
+
+
+def test_a_new_maximum_may_come_after_the_wait_for_k():
+    made = marks.recording([[1, 5]], consumers=3, block_n=64)
+    before = made.track(0, CONSUMER)
+    steps, at_k, at_output = made.steps[0, CONSUMER], layout.AWAIT_K, layout.AWAIT_K + 1
+    (row,) = steps[np.flatnonzero(steps[:, layout.RAISE_MAXIMUM])]
+    row[at_k], row[layout.RAISE_MAXIMUM] = row[layout.RAISE_MAXIMUM], int(row[at_output]) - 7
+    steps[np.flatnonzero(steps[:, layout.RAISE_MAXIMUM])] = row
+    after = made.track(0, CONSUMER)
+    assert (after.codes != before.codes).sum() == 2
+    (at,) = np.flatnonzero(after.of("step.RaiseMaximum"))
+    assert labels(after)[at - 1 : at + 2] == [
+        "step.AwaitK",
+        "step.RaiseMaximum",
+        "step.AwaitOutput",
+    ]
+    assert after.cycles[at] == 7
+    assert len(costs(after)["step_raised"]) == 1
 
 
 def test_blocks_that_only_others_see_have_no_marks_of_their_own():
@@ -526,7 +555,7 @@ def test_marks_stand_where_states_begin(built, rows):
     events = re.findall(r"SR_CLOCKLO|MUFU\.EX2|TRYWAIT|DEPBAR\.LE|HGMMA\.64x|UTMALDG", code)
     text = re.sub(r"(\S+)(?: \1)+", r"\1", " ".join(events)).replace("SR_CLOCKLO", "|")
     step = (
-        "| HGMMA.64x | TRYWAIT | HGMMA.64x | DEPBAR.LE | MUFU.EX2 | MUFU.EX2 | TRYWAIT | DEPBAR.LE "
+        "| HGMMA.64x | TRYWAIT | HGMMA.64x | DEPBAR.LE | MUFU.EX2 | TRYWAIT | MUFU.EX2 | DEPBAR.LE "
     )
     assert text.count(step + "| HGMMA.64x") >= 1 and text.count(step) >= 2, text
     assert not re.search(r"\b(STL|LDL)\b", sass.main_loop(code))

@@ -38,6 +38,11 @@ struct ForwardTile {
   constexpr int value_columns() const { return (head_dim_v + 63) / 64 * 64; }
   // Serves grouped heads only. The rows for other calls are compiled without the arithmetic.
   constexpr bool grouped_only() const { return takes_groups && max_queries == 0; }
+  // Whether the maximum in use is checked against the scores, not by sums (softmax.cuh). At head
+  // dim 128, with one unit of rows or 128 keys a step, sums are slower: 0.85 to 1.03.
+  constexpr bool compares_scores() const {
+    return head_dim == 128 && (block_m == 64 || block_n == 128);
+  }
   constexpr int consumers() const { return heads_per_tile * key_parts * block_m / 64; }
   // Column blocks of O on the way out. Wider keys leave no room for two.
   constexpr int out_stages() const {

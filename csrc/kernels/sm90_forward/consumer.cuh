@@ -37,7 +37,8 @@ class Consumer {
   static constexpr int kBlockN = Config::kBlockN;
   // Where registers allow: the sums of a block are looked at after the wait for the next K, and so
   // complete under it. Above head dim 128 that is slower.
-  static constexpr bool kSettlesLate = Config::kScoresLive && Config::kHeadDim <= 128;
+  static constexpr bool kSettlesLate =
+      Config::kScoresLive && Config::kHeadDim <= 128 && !Config::kComparesScores;
 
   // Tile after tile, until none is left (false) or the warp's O is in doubt (true).
   //
@@ -175,7 +176,9 @@ class Consumer {
     if constexpr (Config::kScoresLive) release_scores(k_slot, block == t.begin);
     finish_scores(block, boundary);
     float sum[2];
-    if (__builtin_expect(!boundary, true)) softmax<Config>(f, p_here, scale_log2(), sum);
+    if constexpr (!Config::kComparesScores) {
+      if (__builtin_expect(!boundary, true)) softmax<Config>(f, p_here, scale_log2(), sum);
+    }
     bool rescale;
     if constexpr (!kSettlesLate) {
       rescale = settle_maximum(t, p_here, sum, block, boundary, k_slot);
@@ -250,8 +253,9 @@ class Consumer {
     }
   }
 
-  // Adds the sums of a block's probabilities by the maximum in use; where that must rise, makes the
-  // probabilities by the true one. True if it rose.
+  // Adds the sums of a block's probabilities by the maximum in use (and makes them, in a tile that
+  // compares scores); where that must rise, makes the probabilities by the true one. True if it
+  // rose.
   __device__ __forceinline__ bool settle_maximum(TileBlocks& t, Probabilities<Config>& p,
                                                  const float (&sum)[2], int block, bool boundary,
                                                  const Ring& k_slot) {
@@ -259,7 +263,11 @@ class Consumer {
     // giant warp every block counts as one.
     bool rises = boundary;
     if (__builtin_expect(!boundary, true)) {
-      rises = !add_sums<Config>(f, sum);
+      if constexpr (Config::kComparesScores) {
+        rises = !softmax_by_comparison<Config>(f, p, scale_log2());
+      } else {
+        rises = !add_sums<Config>(f, sum);
+      }
       if (__builtin_expect(rises && !Config::kScoresLive, false)) {
         // No wgmma and no wait for one here: all warps of a warpgroup must execute these together.
         recompute_scores<Config>(f, ptx::shared_address(s.q[q_stage()][unit_number()]),

@@ -74,7 +74,7 @@ struct ConsumerStep {
     kIssueOutput,
     kAwaitScores,
     kSoftmax,
-    kRaiseMaximum,  // only if the row max rises
+    kRaiseMaximum,  // only if the row max rises; where sums are looked at late, after kAwaitK
     kAwaitK,
     kAwaitOutput,
     kRescale,  // also releases the V buffer and packs P

@@ -97,7 +97,9 @@ BEGAN = TILES  # 1 in the row of a block that ran
 _SCHEDULER_MARKS = [state.mark for state in SCHEDULER_TILE]
 # The first tile of a thread block is described at its start.
 NOT_FIRST = [_SCHEDULER_MARKS.index(mark) for mark in ("Take", "AwaitSlot")]
-RAISE_MAXIMUM = [state.mark for state in CONSUMER_STEP].index("RaiseMaximum")
+_STEP_MARKS = [state.mark for state in CONSUMER_STEP]
+# A tile that looks at its sums late has the first after the second.
+RAISE_MAXIMUM, AWAIT_K = (_STEP_MARKS.index(mark) for mark in ("RaiseMaximum", "AwaitK"))
 _CONSUMER_MARKS = [state.mark for state in CONSUMER_TILE]
 FIRST_BLOCK = range(_CONSUMER_MARKS.index("AwaitK"), _CONSUMER_MARKS.index("AwaitLastV"))
 OWN_BLOCKS = range(_CONSUMER_MARKS.index("AwaitK"), _CONSUMER_MARKS.index("SkipLast"))

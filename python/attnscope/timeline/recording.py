@@ -324,7 +324,12 @@ def _in_order(
         else:  # the first block is marked as part of the tile
             due = inside > (blocks - own)[owner]
             due = due & ((word != layout.RAISE_MAXIMUM) | (marks != 0))
-            add(marks, due, owner, 1, inside, word, WORDS + word, inside)
+            place = np.broadcast_to(2 * word, marks.shape).copy()
+            since = np.subtract(
+                marks[:, layout.RAISE_MAXIMUM], marks[:, layout.AWAIT_K], dtype=np.uint32
+            )
+            place[since.view(np.int32) > 0, layout.RAISE_MAXIMUM] = 2 * layout.AWAIT_K + 1
+            add(marks, due, owner, 1, inside, place, WORDS + word, inside)
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
     order = np.lexsort(columns[3::-1])
     tile, *_, code, step, due, mark = (column[order] for column in columns)
