@@ -1,7 +1,8 @@
 // The turns of the Hopper backward's key blocks (turns.cuh), by its own functions: a warp describes
 // the tiles in the order of their numbers. Nobody may have to wait, since a tile may wait only for
 // tiles of lower numbers. And each turn must be the number of tiles that have added before: with a
-// lower ticket it would wait.
+// lower ticket it would wait. Without turns, tiles that see the same blocks start at different
+// ones.
 #include "emulator.h"
 #include "kernels/sm90_backward/tiles.cuh"
 #include "kernels/sm90_backward/turns.cuh"
@@ -76,6 +77,27 @@ const char* check(const Call& c, int section) {
           if (!waits(count - 1)) wrong = "a tile does not wait for one before it";
           ++count;
           ++g_turns;
+        }
+      }
+      __syncwarp();
+    }
+  });
+  if (wrong != nullptr) return wrong;
+
+  a.tickets = nullptr;
+  a.claims = &ticket;
+  const bool is_full = c.left < 0 && c.right < 0, has_room = packed || c.seqlen_q >= c.seqlen_k;
+  std::vector<int> starts(added.size());
+  emulator::launch(1, 32, 1, [&] {
+    for (int index = 0; index < key_blocks * c.heads_kv; ++index) {
+      describe_tile<Config>(a, index, 0, t);
+      __syncwarp();
+      if (threadIdx.x == 0 && t.rows > 0 && t.begin < t.end) {
+        if (t.start < t.begin || t.start >= t.end) wrong = "a tile starts outside of its blocks";
+        if (c.right >= 0 && t.start != t.begin) wrong = "a masked tile does not start at its first";
+        int& count = starts.at(t.head_kv * a.query_blocks + t.first_block + t.start);
+        if (is_full && has_room && t.seqlen_q >= t.seqlen_k && count++ > 0) {
+          wrong = "two tiles start at the same block";
         }
       }
       __syncwarp();
