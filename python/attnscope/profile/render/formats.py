@@ -54,8 +54,9 @@ FORMATS: dict[str, Callable[[Result, Path], list[Path]]] = {
     "markdown": _markdown,
     "chrome trace": _chrome_trace,
 }
-# Formats of a large trace that children write while this process writes the others.
-BESIDE = ("html", "chrome trace")
+# Formats of a large trace that children write while this process writes the others. Formats with
+# tables would make them again in their child, and take as long.
+BESIDE = ("chrome trace",)
 
 
 def write_all(profile: Result, folder: Path) -> str:
