@@ -63,8 +63,8 @@ FA3 = (
 ELEMENTWISE = r"^void at::native::{}elementwise_kernel<{}"
 NAMES = {
     r"sm90::ForwardConfig<__nv_bfloat16, (\d+), (\d+)>": r"attnscope sm90 forward bf16 D\1 M\2",
-    r"sm90::SplitForwardConfig<__nv_bfloat16, (\d+), (\d+)>": (
-        r"attnscope sm90 forward bf16 D\1 M\2 divided keys"
+    r"sm90::SplitForwardConfig<__nv_bfloat16, (\d+), (\d+), (\d+)>": (
+        r"attnscope sm90 forward bf16 D\1 M\2 N\3 divided keys"
     ),
     r"sm90::ForwardConfig<__nv_bfloat16, (\d+), (\d+), (\d+)>": (
         r"attnscope sm90 forward bf16 D\1 M\2 N\3"
