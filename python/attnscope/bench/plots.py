@@ -133,9 +133,7 @@ def footnotes(
         notes.append(f"{throttled} of {len(family.points)} rows ran under a throttle reason.")
     drifting = sum(drifts(point.row) for point in family.points)
     if drifting:
-        notes.append(
-            f"{drifting} of {len(family.points)} rows have samples that drift by more than {DRIFT:.0%}."
-        )
+        notes.append(f"{drifting} of {len(family.points)} rows drift by more than {DRIFT:.0%}.")
     if left_out:
         counts = ", ".join(f"{count} {status}" for status, count in sorted(left_out.items()))
         notes.append(f"Not shown, no time in the file: {counts}.")
