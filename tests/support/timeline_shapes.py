@@ -29,12 +29,6 @@ SHAPES = {
         "causal": True,
     },
     "d256-gqa": {"batch": 1, "seqlen": 700, "heads_q": 8, "heads_kv": 2, "head_dim": 256},
-    "one-tile": {
-        "seqlen_q": 3,
-        "seqlen_k": 70,
-        "heads": 1,
-        "head_dim": 128,
-        "dtype": "float16",
-    },
+    "one-tile": {"seqlen_q": 3, "seqlen_k": 70, "heads": 1, "head_dim": 128, "dtype": "float16"},
     "no-keys-seen": {"seqlen_q": 400, "seqlen_k": 100, "heads": 2, "head_dim": 64, "causal": True},
 }

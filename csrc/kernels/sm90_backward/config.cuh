@@ -78,12 +78,6 @@ constexpr int64_t block_count(bool packed, int64_t total, int length, int64_t ba
   return batch * ((int64_t{length} + rows - 1) / rows);
 }
 
-// Whether who comes first to a block of dQ stores its part, and nobody zeroes dQ before, see
-// claims.cuh.
-inline bool stores_first_part(const BackwardParams& params) {
-  return !kBackwardTiles[backward_tile(params.forward)].wide();
-}
-
 // Parts of the workspace, as offsets in bytes. Per query head and block of queries:
 //   statistics  block_m floats log2(e) lse, then block_m floats delta
 //   gradient    dQ / scale in fp32, in the order of the accumulators, see kernel.cuh
@@ -103,7 +97,7 @@ inline BackwardWorkspace backward_layout(const BackwardParams& params) {
   w.gradient = aligned(blocks * t.block_m * 2 * 4);
   w.tickets = w.gradient + aligned(blocks * t.block_m * t.head_dim * 4);
   w.claims = w.tickets + aligned(params.deterministic ? blocks * t.tickets() * 4 : 0);
-  w.counter = w.claims + aligned(stores_first_part(params) ? blocks * 4 : 0);
+  w.counter = w.claims + aligned(t.wide() ? 0 : blocks * 4);
   w.bytes = w.counter + 256;
   return w;
 }

@@ -67,8 +67,8 @@ class BackwardConsumer {
   //
   // Products keep shared memory busy, and what comes after them waits: so lse is loaded before S. A
   // fence waits for this thread's writes to shared memory, so it comes after products that do not
-  // need it. Reading a barrier takes as long as four products: what the next step needs is read
-  // beside dK, and dS' buffer beside dP.
+  // need it. Reading a barrier takes as long as two products of 64 x 64 x 16: what the next step
+  // needs is read beside dK, and the barrier of dS' buffer beside dP.
   __device__ __forceinline__ void accumulate() {
     const Ring slot(step);
     Scores p, dp;

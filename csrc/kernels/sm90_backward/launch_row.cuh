@@ -129,7 +129,7 @@ cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cuda
   const auto tiles = static_cast<unsigned>(empty || p.total_k == 0 ? 0 : key_tiles(p, kTile));
   a.whole_heads = Kernels::kPersistent && tiles > 0 && takes_whole_heads(p, kTile, device.sms);
   if (a.whole_heads) a.tickets = nullptr;
-  if (stores_first_part(params) && !a.whole_heads) {
+  if (!kTile.wide() && !a.whole_heads) {
     a.claims = reinterpret_cast<int*>(workspace + w.claims);
   }
   a.tiles = a.whole_heads ? p.batch * p.heads_kv : static_cast<int>(tiles);

@@ -54,9 +54,9 @@ FORMATS: dict[str, Callable[[Result, Path], list[Path]]] = {
     "markdown": _markdown,
     "chrome trace": _chrome_trace,
 }
-# Formats of a large trace that children write while this process writes the others. Formats with
-# tables would make them again in their child, and take as long.
-BESIDE = ("chrome trace",)
+# The format of a large trace that a child writes while this process writes the others. One with
+# tables would make them again in its child, and take as long.
+BESIDE = "chrome trace"
 
 
 def write_all(profile: Result, folder: Path) -> str:
@@ -67,30 +67,25 @@ def write_all(profile: Result, folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     written: list[str] = []
     failures: list[Exception] = []
-    children: list[tuple[str, Child]] = []
     large = pays(profile.trace.size) and not _is_source(profile, folder / "trace.json")
-    names = sorted(FORMATS, key=lambda name: large and name not in BESIDE)
-
-    def collect(name: str, write: Callable[[], list[str]]) -> None:
-        begin_step(f"writing {name} in {folder}")
-        try:
-            written.extend(write())
-        except Exception as error:
-            failures.append(error)
+    writers: dict[str, Callable[[], list[str]]] = {
+        name: partial(_write, name, profile, folder) for name in FORMATS
+    }
+    child = Child(writers[BESIDE]) if large else None
+    if child is not None:
+        writers[BESIDE] = child.result
 
     try:
         with progress(f"writing {folder}") as report:
-            for at, name in enumerate(names):
+            for at, (name, write) in enumerate(writers.items()):
                 report(at / len(FORMATS))
-                write = partial(_write, name, profile, folder)
-                if large and name in BESIDE:
-                    children.append((name, Child(write)))
-                else:
-                    collect(name, write)
-            for name, child in children:
-                collect(name, child.result)
+                begin_step(f"writing {name} in {folder}")
+                try:
+                    written += write()
+                except Exception as error:
+                    failures.append(error)
     finally:
-        for _, child in children:
+        if child is not None:
             child.kill()
     if failures:
         raise failures[0]
