@@ -77,7 +77,7 @@ class BackwardConsumer {
     ColumnPairs<kBlockM / 8> lse(s.lse_log2[slot.stage]);
     issue_scores<Config>(p, key_rows(), queries(s.q, slot));
     issue_scores<Config>(dp, value_rows(), queries(s.dout, slot));
-    pass_on_query_gradient();
+    pass_on_query_gradient(step - 1);
     ptx::wgmma_wait<1>();
     ptx::pin_registers(p);
     probabilities(p, packed_p, lse);
@@ -111,7 +111,7 @@ class BackwardConsumer {
   __device__ __forceinline__ void pass_over() {
     const Ring slot(step);
     const ValueRing v_slot(tiles);
-    pass_on_query_gradient();
+    pass_on_query_gradient(step - 1);
     await_score_buffer();
     store_scores<Config>(ptx::shared_address(s.ds[buffer()][consumer]), Packed{});
     ptx::fence_proxy_async();
@@ -127,7 +127,8 @@ class BackwardConsumer {
   }
 
   // dQ of the step's block, from dS of all consumers, into shared memory. It is passed on beside
-  // the products of the next step: the fence would wait for the stores.
+  // the products of the next step, since the fence waits for the stores: but at once where other
+  // thread blocks wait for a turn.
   __device__ __forceinline__ void add_query_gradient() {
     float dq[Config::kHeadDim / 2];
     wait(s.ds_full[step & 1], step >> 1 & 1);
@@ -139,15 +140,16 @@ class BackwardConsumer {
     release(s.ds_empty[step & 1]);
     stage_query_gradient(dq);
     staged = true;
+    if (a.tickets != nullptr) pass_on_query_gradient(step);
   }
 
-  // dQ of the step before, to the writer.
-  __device__ __forceinline__ void pass_on_query_gradient() {
+  // dQ of a step, to the writer, unless that was done.
+  __device__ __forceinline__ void pass_on_query_gradient(int of_step) {
     if (!staged) return;
     staged = false;
     ptx::fence_proxy_async();
-    inject(Fault::kScores, 2 * step - 1);
-    release(s.dq_full[GradientRing(step - 1).stage]);
+    inject(Fault::kScores, 2 * of_step + 1);
+    release(s.dq_full[GradientRing(of_step).stage]);
   }
 
   // Until the step's buffer of dS is read for the last time.
@@ -158,7 +160,7 @@ class BackwardConsumer {
   // Stores what a tile accumulated.
   __device__ __forceinline__ void finish_tile() {
     loaded = false;
-    pass_on_query_gradient();
+    pass_on_query_gradient(step - 1);
     await_score_buffer();  // see staging
     store_key_gradients<Config>(a, *tile, consumer, staging(), dk, dv);
     if (a.whole_heads && ptx::uniform(tile->key_block) == 0) store_query_gradients();

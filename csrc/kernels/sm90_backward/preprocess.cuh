@@ -81,8 +81,13 @@ __global__ void __launch_bounds__(kPreprocessThreads)
     a.tickets[int64_t{place} * Config::kTickets + thread] = 0;
   }
 
+  // The first lane of a row stores its statistics. It loads lse with the row, not when delta is
+  // there: the thread block then waits once.
   const int column = thread % kLanes * 8;
+  const int64_t first =
+      b.segment.batch * p.lse_batch_stride + head * p.lse_head_stride + b.segment.row + b.first;
   uint4 out[kPasses], dout[kPasses];
+  float lse[kPasses];
   const auto rows_of = [&](const void* data, const Strides& stride) {
     return static_cast<const Element*>(data) + b.segment.batch * stride.batch + head * stride.head +
            (b.segment.row + b.first) * stride.row + column;
@@ -98,10 +103,10 @@ __global__ void __launch_bounds__(kPreprocessThreads)
       out[pass] = *reinterpret_cast<const uint4*>(out_rows + row * p.out_stride.row);
       dout[pass] = *reinterpret_cast<const uint4*>(dout_rows + row * a.params.dout_stride.row);
     }
+    // Rows past the end are as rows without keys.
+    lse[pass] = row < b.rows && column == 0 ? p.lse[first + row] : -INFINITY;
   }
   float* statistics = a.statistics + int64_t{place} * (2 * Config::kBlockM);
-  const int64_t first =
-      b.segment.batch * p.lse_batch_stride + head * p.lse_head_stride + b.segment.row + b.first;
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
     const int row = pass * kRows + thread / kLanes;
@@ -117,15 +122,11 @@ __global__ void __launch_bounds__(kPreprocessThreads)
     for (int distance = kLanes / 2; distance > 0; distance /= 2) {
       delta += __shfl_xor_sync(0xffffffffu, delta, distance);
     }
-    if (thread % kLanes == 0) {
-      float lse_log2 = INFINITY;  // P = 0: rows without keys, rows past the end
-      if (row < b.rows) {
-        const float lse = p.lse[first + row];
-        if (lse != -INFINITY) lse_log2 = lse * 1.4426950408889634f;
-        if (a.params.dlse != nullptr) delta -= a.params.dlse[first + row];
-        if (lse == -INFINITY) delta = 0.0f;
-      }
-      statistics[row] = lse_log2;
+    if (column == 0) {
+      const bool sees_keys = lse[pass] != -INFINITY;
+      if (sees_keys && a.params.dlse != nullptr) delta -= a.params.dlse[first + row];
+      if (!sees_keys) delta = 0.0f;
+      statistics[row] = sees_keys ? lse[pass] * 1.4426950408889634f : INFINITY;  // +inf: P = 0
       statistics[Config::kBlockM + row] = delta;
     }
   }
