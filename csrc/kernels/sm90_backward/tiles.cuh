@@ -74,8 +74,9 @@ __device__ __forceinline__ void describe_tile(const BackwardArguments& a, int in
                              : sequence * a.dense_queries.divisor;
     t.begin = t.start = range.begin;
     t.end = range.end;
-    // Tiles that see the same blocks start at different ones, see claims.cuh.
-    if (p.window_right < 0 && a.claims != nullptr && a.tickets == nullptr) {
+    // Tiles that see the same blocks start at different ones: otherwise they wait for each other's
+    // first part (claims.cuh), or add to the same addresses at once.
+    if (p.window_right < 0 && !a.whole_heads && a.tickets == nullptr) {
       t.start += first_key / Config::kBlockM % max(range.end - range.begin, 1);
     }
   }

@@ -11,7 +11,8 @@ namespace attnscope::sm90 {
 template <class Config>
 class QueryConsumer : WideRole<Config> {
   using Base = WideRole<Config>;
-  using Base::a, Base::s, Base::rank, Base::begin, Base::end, Base::block, Base::steps;
+  using Base::a, Base::s, Base::rank, Base::begin, Base::end, Base::start;
+  using Base::block, Base::steps;
   using Base::kBlockM, Base::wait;
   static constexpr int kRanks = Config::kRanks, kColumnBlocks = Config::kColumnBlocks;
   static constexpr int kProductBlocks = Config::kProductColumns / 64;
@@ -25,7 +26,7 @@ class QueryConsumer : WideRole<Config> {
                                            int rank)
       : Base(a, s, rank) {
     place = ptx::uniform(s.tile.head_kv) * a.group * a.query_blocks +
-            ptx::uniform(s.tile.first_block) + begin;
+            ptx::uniform(s.tile.first_block) + start;
   }
 
   __device__ __forceinline__ void run() {
@@ -52,8 +53,9 @@ class QueryConsumer : WideRole<Config> {
         if (kGuardedRing && j + 1 == products) Base::release_ranks(s.ds_empty[slot.stage]);
         add(dq, column);
       }
-      place += block == end - 1 ? a.query_blocks - (end - 1 - begin) : 1;
+      place += block == end - 1 ? begin - block : 1;
       Base::advance_block();
+      if (block == start) place += a.query_blocks;  // the next head's
     }
     pass_turn();
     ptx::tma_store_wait_read<0>();

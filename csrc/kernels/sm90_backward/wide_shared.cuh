@@ -114,10 +114,11 @@ class WideRole {
       : a(a), s(s), rank(rank) {
     const KeyTile& t = s.tile;
     begin = ptx::uniform(t.begin);
+    start = ptx::uniform(t.start);
     end = ptx::uniform(t.end);
     full_begin = ptx::uniform(t.consumer[rank].full_begin);
     full_end = ptx::uniform(t.consumer[rank].full_end);
-    block = begin;
+    block = start;
     steps = max(end - begin, 0) * a.group;
   }
 
@@ -186,8 +187,8 @@ class WideRole {
   const BackwardArguments& a;
   WideShared<Config>& s;
   const int rank;
-  int begin, end, full_begin, full_end;  // blocks of queries, see KeyTile
-  int block;                             // of the step
+  int begin, end, start, full_begin, full_end;  // blocks of queries, see KeyTile
+  int block;                                    // of the step
   int steps;
 };
 
