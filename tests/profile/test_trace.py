@@ -168,6 +168,8 @@ def test_a_file_cut_off_anywhere_is_an_error_with_the_position(tmp_path: Path) -
         ('{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "a"}]}', "event 1 .*'ts'"),
         ('{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "a", "ts": "x"}]}', "event 1"),
         ('{"traceEvents": [], 5: 1}', "a key is expected"),
+        ('{"traceEvents": [{"ph": "M"},]}', "no value .*, at character 29"),
+        ('{"traceEvents": [' + "[" * 99999, "nested too deeply"),
         ('{"traceEvents": []} {}', "text after the end of the object, at character 20"),
     ],
 )
@@ -194,9 +196,20 @@ def test_garbage_in_the_middle_is_not_taken_for_a_cut(
 def test_missing_and_packed_nonsense_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="No such file"):
         read_trace(tmp_path / "none.json")
-    (tmp_path / "no.json.gz").write_bytes(b"not gzip at all")
-    with pytest.raises(ValueError, match="must be a whole file, got Not a gzipped file"):
-        read_trace(tmp_path / "no.json.gz")
+    (tmp_path / "no.json").write_bytes(b"\x1f\x8bnot gzip at all")
+    with pytest.raises(ValueError, match="must be a whole file, got Unknown compression method"):
+        read_trace(tmp_path / "no.json")
+
+
+def test_a_file_is_read_by_what_it_has_not_by_its_name(tmp_path: Path) -> None:
+    text = json.dumps({"traceEvents": [op("a", 1, 2)]})
+    for name, content in (
+        ("packed.json", gzip.compress(text.encode())),
+        ("unpacked.json.gz", text.encode()),
+        ("marked.json", text.encode("utf-8-sig")),
+    ):
+        (tmp_path / name).write_bytes(content)
+        assert [event.name for event in read_trace(tmp_path / name).cpu] == ["a"]
 
 
 def test_an_empty_trace_is_a_trace(tmp_path: Path) -> None:

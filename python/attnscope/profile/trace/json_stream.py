@@ -33,7 +33,9 @@ NAME = re.compile(
 )
 
 
+GZIP = b"\x1f\x8b"  # the first bytes of a packed file
 SPACE = re.compile(r"[ \n\r\t]+")
+WORD = re.compile(r"[-\w]*\s*")  # what a literal that is cut off leaves
 REMEDY = "Export the trace again"
 
 
@@ -50,14 +52,16 @@ def _escaped(found: re.Match[str]) -> str:
 
 @contextmanager
 def open_trace(path: str | os.PathLike[str], writer: Child | None = None) -> Iterator[IO[str]]:
-    """Open the text of a chrome trace: `.json`, `.json.gz`, or one that `writer` still writes."""
+    """Open the text of a chrome trace, packed or not, or of one that `writer` still writes."""
     # Replace invalid bytes: PyTorch may garble a name, but the rest is readable.
-    how: dict[str, Any] = {"encoding": "utf-8", "errors": "replace"}
+    how: dict[str, Any] = {"encoding": "utf-8-sig", "errors": "replace"}
     if writer is not None:
         with Growing(Path(path), writer) as raw:
             yield io.TextIOWrapper(io.BufferedReader(raw, CHUNK), **how)
         return
-    opener: Callable[..., IO[str]] = gzip.open if str(path).endswith(".gz") else open
+    with open(path, "rb") as start:  # names mislead: browsers unpack, and forget the suffix
+        packed = start.read(len(GZIP)) == GZIP
+    opener: Callable[..., IO[str]] = gzip.open if packed else open
     with opener(path, "rt", **how) as file:
         yield file
 
@@ -275,7 +279,12 @@ class JsonText:
             except json.JSONDecodeError as error:
                 if self.escape():
                     continue
-                if len(self.text) - self.at > LONGEST_VALUE:
+                inside = error.msg.startswith(("Unterminated string", "Invalid \\u"))
+                cut = inside or WORD.fullmatch(self.text, error.pos)
+                if not cut or len(self.text) - self.at > LONGEST_VALUE:
+                    self.at = error.pos
                     raise self.wrong(f"no value ({error.msg})") from None
                 if not self.more():
                     raise self.cut() from None
+            except RecursionError:
+                raise self.wrong("values nested too deeply") from None
