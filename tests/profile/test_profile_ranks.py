@@ -109,12 +109,12 @@ def test_traces_that_pytorch_wrote_into_one_folder_are_merged(two_ranks: Path) -
     log.mkdir()
     for rank, name in enumerate(("b.pt.trace.json", "a.pt.trace.json.gz")):
         events = json.loads((two_ranks / f"rank{rank}" / "trace.json").read_text())
-        text = json.dumps({"distributedInfo": {"rank": rank, "world_size": 3}} | events)
+        text = json.dumps({"distributedInfo": {"rank": rank, "world_size": 128}} | events)
         (log / name).write_bytes(gzip.compress(text.encode()) if rank else text.encode())
     assert run("--merge", str(two_ranks))[0] == 0
     for _ in range(2):  # the second finds the first one's files beside the traces
         code, out = run("--merge", str(log))
-        assert code == 0 and "no record of rank 2" in out
+        assert code == 0 and "no record of rank 2, 3, 4, 5, 6, 7, 8, 9 and 118 more" in out
         tables = [json.loads((at / "ranks.json").read_text())["tables"] for at in (log, two_ranks)]
         assert tables[0] == tables[1] and tables[0]["ranks"][0]["waiting_us"] == 900
     shutil.copy(log / "b.pt.trace.json", log / "later.json")
