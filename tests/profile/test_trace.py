@@ -320,16 +320,33 @@ def test_marks_of_steps_are_taken_out_and_what_is_open_at_the_end_is_cut(
     assert rule == "to the end of each step of the optimizer"
 
 
-@pytest.mark.parametrize("name", ['say "hi"', '"', 'a", "pid": 7, "tid": 8,'])
-def test_quotes_in_names_are_read_as_pytorch_writes_them(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        'say "hi"',
+        '"',
+        'a", "pid": 7, "tid": 8,',
+        # The names of files of code that is compiled from a text: a dict, a source.
+        '{"device": "cpu", "dtype": "float32"}(12): run',
+        'library = Library("mine", "IMPL")\nlibrary = {"pid": 1,\n"b": 2}\n(1): <module>',
+        "torch\\cuda\\__init__.py(219): _lazy_init",  # on Windows, up to PyTorch 2.0
+    ],
+)
+@pytest.mark.parametrize("chunk", [1, 1 << 20])
+def test_names_are_read_as_pytorch_writes_them(
+    tmp_path: Path, name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Up to PyTorch 2.11 the name shares a line with the process; so it does in the recording."""
+    monkeypatch.setattr(jsonstream, "CHUNK", chunk)
     with gzip.open(RECORDED / "threads.json.gz", "rt") as file:
         text = file.read()
     path = tmp_path / "quotes.json"
     path.write_text(text.replace('"in the thread"', f'"{name}"'))
     read = read_trace(path)
-    assert {e.name for e in read.cpu if e.kind == "range"} == {name}
+    assert {e.name for e in read.cpu if e.kind == "range"} == {name.replace("\\", "/")}
     assert len(read.cpu) == len(recording("threads").cpu)
+    Profile.read(path).export_chrome_trace(tmp_path / "ours.json")
+    json.loads((tmp_path / "ours.json").read_text())  # JSON again
 
 
 def test_memory_is_bounded_by_the_size_of_the_file(tmp_path: Path) -> None:
