@@ -113,6 +113,13 @@ def test_theoretical_occupancy(threads: int, registers: int, shared: int, share:
     assert filled_share(kernel(threads, registers, shared), PROPERTIES) == share
 
 
+def test_cards_that_reserve_no_shared_memory() -> None:
+    """A V100, and every card before sm_80: a kernel without shared memory takes none."""
+    v100 = {"computeMajor": 7, "computeMinor": 0, "sharedMemPerMultiprocessor": 98304}
+    assert filled_share(kernel(256, 32, 0), PROPERTIES | v100) == 1.0
+    assert filled_share(kernel(256, 32, 32768), PROPERTIES | v100) == 24 / 64  # three blocks
+
+
 def test_a_small_grid_limits_occupancy() -> None:
     assert kernel_occupancy(kernel(384, 168, 213268, 3.0), PROPERTIES) == 3 / 64
     assert kernel_occupancy(kernel(384, 168, 213268, 50.0), PROPERTIES) == 12 / 64

@@ -47,7 +47,16 @@ def test_sound_traces_are_trusted(tmp_path: Path) -> None:
     [
         pytest.param(SOUND * 2, "repeated events: 3", 10, id="twice"),
         pytest.param(
-            [*SOUND, kernel(2, 50, 49)], "negative durations: 1 (left out", 10, id="negative"
+            [*SOUND, launch(2, 40), kernel(2, 50, 49)],
+            "negative durations: 1 (left out",
+            10,
+            id="negative",
+        ),
+        pytest.param(
+            [*SOUND, launch(2, 40), kernel(2, 50, 60) | {"ts": None}],
+            "events with a missing or bad value: 1 (left out; the first: event 5, TypeError",
+            10,
+            id="no time",
         ),
         pytest.param(
             [*(e | {"ts": e["ts"] + 1e6 * HOUR} for e in SOUND), kernel(3, 0, 5)],
@@ -98,6 +107,12 @@ def test_impossible_events_are_left_out_and_counted(
     assert found.trace.end < 2e9 and found.operators()["self_gpu_us"].sum() == gpu_us
     _, report = run("--trace", str(path))
     assert kind in report
+
+
+def test_many_events_without_a_thread_cost_the_trust(tmp_path: Path) -> None:
+    bad = [event | {"tid": "main"} for event in SOUND[:2]]
+    code, out = run("--check", str(write_trace(tmp_path / "t.json", *bad, SOUND[2])))
+    assert code == 1 and "DO NOT TRUST the tables: events with a missing or bad value" in out
 
 
 def test_overlap_that_can_be_is_kept(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """Several ranks: communication of one trace, one report of many, and what was not recorded."""
 
+import gzip
 import json
 import os
+import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -99,6 +101,25 @@ def test_what_a_collective_takes_longer_than_on_the_last_rank_is_waiting(two_ran
     for name in ("ranks.html", "ranks.md"):
         assert "all_reduce" in (two_ranks / name).read_text()
     assert json.loads(run("--merge", str(two_ranks), "--json")[1]) == merged
+
+
+def test_traces_that_pytorch_wrote_into_one_folder_are_merged(two_ranks: Path) -> None:
+    """Their ranks are in `distributedInfo`; `tensorboard_trace_handler` names them by time."""
+    log = two_ranks / "log"
+    log.mkdir()
+    for rank, name in enumerate(("b.pt.trace.json", "a.pt.trace.json.gz")):
+        events = json.loads((two_ranks / f"rank{rank}" / "trace.json").read_text())
+        text = json.dumps({"distributedInfo": {"rank": rank, "world_size": 128}} | events)
+        (log / name).write_bytes(gzip.compress(text.encode()) if rank else text.encode())
+    assert run("--merge", str(two_ranks))[0] == 0
+    for _ in range(2):  # the second finds the first one's files beside the traces
+        code, out = run("--merge", str(log))
+        assert code == 0 and "no record of rank 2, 3, 4, 5, 6, 7, 8, 9 and 118 more" in out
+        tables = [json.loads((at / "ranks.json").read_text())["tables"] for at in (log, two_ranks)]
+        assert tables[0] == tables[1] and tables[0]["ranks"][0]["waiting_us"] == 900
+    shutil.copy(log / "b.pt.trace.json", log / "later.json")
+    code, out = run("--merge", str(log))
+    assert code == 2 and "must have one trace of each rank, got two of rank 0" in out
 
 
 def test_numbered_collectives_are_matched_by_their_number(tmp_path: Path) -> None:

@@ -168,6 +168,8 @@ def test_a_file_cut_off_anywhere_is_an_error_with_the_position(tmp_path: Path) -
         ('{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "a"}]}', "event 1 .*'ts'"),
         ('{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "a", "ts": "x"}]}', "event 1"),
         ('{"traceEvents": [], 5: 1}', "a key is expected"),
+        ('{"traceEvents": [{"ph": "M"},]}', "no value .*, at character 29"),
+        ('{"traceEvents": [' + "[" * 99999, "nested too deeply"),
         ('{"traceEvents": []} {}', "text after the end of the object, at character 20"),
     ],
 )
@@ -194,9 +196,20 @@ def test_garbage_in_the_middle_is_not_taken_for_a_cut(
 def test_missing_and_packed_nonsense_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="No such file"):
         read_trace(tmp_path / "none.json")
-    (tmp_path / "no.json.gz").write_bytes(b"not gzip at all")
-    with pytest.raises(ValueError, match="must be a whole file, got Not a gzipped file"):
-        read_trace(tmp_path / "no.json.gz")
+    (tmp_path / "no.json").write_bytes(b"\x1f\x8bnot gzip at all")
+    with pytest.raises(ValueError, match="must be a whole file, got Unknown compression method"):
+        read_trace(tmp_path / "no.json")
+
+
+def test_a_file_is_read_by_what_it_has_not_by_its_name(tmp_path: Path) -> None:
+    text = json.dumps({"traceEvents": [op("a", 1, 2)]})
+    for name, content in (
+        ("packed.json", gzip.compress(text.encode())),
+        ("unpacked.json.gz", text.encode()),
+        ("marked.json", text.encode("utf-8-sig")),
+    ):
+        (tmp_path / name).write_bytes(content)
+        assert [event.name for event in read_trace(tmp_path / name).cpu] == ["a"]
 
 
 def test_an_empty_trace_is_a_trace(tmp_path: Path) -> None:
@@ -307,16 +320,33 @@ def test_marks_of_steps_are_taken_out_and_what_is_open_at_the_end_is_cut(
     assert rule == "to the end of each step of the optimizer"
 
 
-@pytest.mark.parametrize("name", ['say "hi"', '"', 'a", "pid": 7, "tid": 8,'])
-def test_quotes_in_names_are_read_as_pytorch_writes_them(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        'say "hi"',
+        '"',
+        'a", "pid": 7, "tid": 8,',
+        # The names of files of code that is compiled from a text: a dict, a source.
+        '{"device": "cpu", "dtype": "float32"}(12): run',
+        'library = Library("mine", "IMPL")\nlibrary = {"pid": 1,\n"b": 2}\n(1): <module>',
+        "torch\\cuda\\__init__.py(219): _lazy_init",  # on Windows, up to PyTorch 2.0
+    ],
+)
+@pytest.mark.parametrize("chunk", [1, 1 << 20])
+def test_names_are_read_as_pytorch_writes_them(
+    tmp_path: Path, name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Up to PyTorch 2.11 the name shares a line with the process; so it does in the recording."""
+    monkeypatch.setattr(jsonstream, "CHUNK", chunk)
     with gzip.open(RECORDED / "threads.json.gz", "rt") as file:
         text = file.read()
     path = tmp_path / "quotes.json"
     path.write_text(text.replace('"in the thread"', f'"{name}"'))
     read = read_trace(path)
-    assert {e.name for e in read.cpu if e.kind == "range"} == {name}
+    assert {e.name for e in read.cpu if e.kind == "range"} == {name.replace("\\", "/")}
     assert len(read.cpu) == len(recording("threads").cpu)
+    Profile.read(path).export_chrome_trace(tmp_path / "ours.json")
+    json.loads((tmp_path / "ours.json").read_text())  # JSON again
 
 
 def test_memory_is_bounded_by_the_size_of_the_file(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
@@ -111,6 +112,8 @@ def _report(found: Profile | None, code: int, how: of.Showing, rank: RankOf | No
     """Write and print a profile, if there is one; return the exit code of the command."""
     if found is None:
         return code
+    # A script that logs everything does not mean the fonts of our figures.
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)
     try:
         over = show_rank(found, how, rank) if rank else show(found, how)
         code = code or over

@@ -40,7 +40,9 @@ Diff = Annotated[
 ]
 Merge = Annotated[
     Path | None,
-    typer.Option(help="One report of the ranks in this folder: its rank0/, rank1/ and so on."),
+    typer.Option(
+        help="One report of the ranks in this folder: rank0/, rank1/ and so on, or their traces."
+    ),
 ]
 Output = Annotated[
     Path | None, typer.Option(help="Folder for JSON, CSV, HTML and the chrome trace.")

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,8 @@ def _side(path: Path) -> Side:
 
 
 RANK_FOLDER = "rank"
+RANKS = "rank0/, rank1/ and so on, or with a trace of each rank that has distributedInfo"
+RECORD_RANKS = "Record them with torchrun --no-python attnscope profile --output FOLDER SCRIPT"
 
 
 @collector_off()
@@ -110,21 +113,19 @@ def merge_ranks(folder: Path, how: Showing) -> int:
 
     Raises ValueError for a folder without ranks, or with ranks of several runs.
     """
-    paths = {
-        int(match[1]): path
-        for path in sorted(folder.glob(f"{RANK_FOLDER}*"))
-        if (match := re.fullmatch(rf"{RANK_FOLDER}(\d+)", path.name))
-    }
-    if not paths:
-        raise ValueError(
-            f"merge must be a folder with rank0/, rank1/ and so on, got {folder}. Record them with "
-            f"torchrun --no-python attnscope profile --output {folder} SCRIPT"
-        )
-    ranks = []
+    ranks: list[Rank] = []
+    files = _rank_files(folder)
     with progress(f"reading {folder}") as report:
-        for at, number in enumerate(sorted(paths)):
-            report(at / len(paths))
-            ranks.append(_rank(number, paths[number]))
+        for at, (path, number) in enumerate(files):
+            report(at / len(files))
+            ranks.append(_rank(path, number))
+    ranks.sort(key=lambda rank: rank.number)
+    for one, other in pairwise(ranks):
+        if one.number == other.number:
+            raise ValueError(
+                f"{folder} must have one trace of each rank, got two of rank {one.number}. Put the "
+                "traces of one window of steps into a folder of their own"
+            )
     document, content = merged(ranks, folder.resolve().name)
     out = how.output or folder
     out.mkdir(parents=True, exist_ok=True)
@@ -141,24 +142,43 @@ def merge_ranks(folder: Path, how: Showing) -> int:
     return int(any(rank.state != "complete" for rank in ranks))
 
 
-def _rank(number: int, folder: Path) -> Rank:
-    """The record in a rank's folder, or else its trace."""
-    record, trace = folder / "profile.json", folder / "trace.json"
-    if record.exists():
+def _rank_files(folder: Path) -> list[tuple[Path, int | None]]:
+    """The record of each rank in its folder, or else its trace, with the folder's number; without
+    such folders the traces, each of which has its rank."""
+    files: list[tuple[Path, int | None]] = []
+    for path in folder.glob(f"{RANK_FOLDER}*"):
+        if match := re.fullmatch(rf"{RANK_FOLDER}(\d+)", path.name):
+            found = [path / name for name in ("profile.json", "trace.json", "trace.json.gz")]
+            file = next(filter(Path.exists, found), None)
+            if file is None:
+                raise ValueError(f"{path} must have a profile.json or a trace.json, got neither")
+            files.append((file, int(match[1])))
+    traces = sorted([*folder.glob("*.json"), *folder.glob("*.json.gz")])
+    files = files or [(path, None) for path in traces if not is_record(path)]
+    if not files:
+        raise ValueError(f"merge must be a folder with {RANKS}, got {folder}. {RECORD_RANKS}")
+    return files
+
+
+def _rank(path: Path, number: int | None) -> Rank:
+    """The rank `number` from its record or trace; None: the trace has the number."""
+    if path.name == "profile.json":
         try:
-            content = json.loads(record.read_text())
+            content = json.loads(path.read_text())
             world = re.match(r"\d+ of (\d+)", content["run"].get("rank", ""))
-            return Rank(number, int(world[1]) if world else None, content)
+            return Rank(number or 0, int(world[1]) if world else None, content)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{record} must be a record of attnscope profile, got {type(error).__name__}: "
+                f"{path} must be a record of attnscope profile, got {type(error).__name__}: "
                 f"{error}. Record the rank again"
             ) from None
-    if not trace.exists():
-        raise ValueError(f"{folder} must have a profile.json or a trace.json, got neither")
-    text = io.StringIO()
-    write_json(Profile.read(trace), text)
-    return Rank(number, None, json.loads(text.getvalue()))
+    found, text = Profile.read(path), io.StringIO()
+    about = found.trace.distributed
+    number = about.get("rank") if number is None else number
+    if not isinstance(number, int):
+        raise ValueError(f"merge must be a folder with {RANKS}, got {path}. {RECORD_RANKS}")
+    write_json(found, text)
+    return Rank(number, about.get("world_size"), json.loads(text.getvalue()))
 
 
 def _print(found: Profile, how: Showing) -> None:

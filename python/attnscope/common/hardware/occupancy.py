@@ -104,7 +104,7 @@ def theoretical_occupancy(registers: int, threads: int, shared_bytes: int, sm: S
         "warps": sm.warps // warps,
         "blocks": sm.blocks,
         "registers": resident // warps if block_registers <= sm.registers else 0,
-        "shared memory": sm.shared_bytes // block_shared,
+        "shared memory": sm.shared_bytes // max(1, block_shared),  # 0 before sm_80
     }
     blocks = min(limits.values())
     limiter = " and ".join(name for name, limit in limits.items() if limit == blocks)

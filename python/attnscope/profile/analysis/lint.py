@@ -100,6 +100,9 @@ def _processes(attribution: Attribution, audit: Audit) -> Iterator[Fault]:
 def _left_out(attribution: Attribution, audit: Audit) -> Iterator[Fault]:
     faults, many = attribution.trace.faults, _is_much(attribution)
     yield Fault("repeated events", faults.duplicates, "counted once", False)
+    first = f"left out; the first: {faults.first_malformed}"
+    malformed = faults.malformed
+    yield Fault("events with a missing or bad value", malformed, first, many(malformed))
     yield Fault("negative durations", faults.negative, "left out", many(faults.negative))
     yield Fault(
         "times of 0, or half a day or more from the others",

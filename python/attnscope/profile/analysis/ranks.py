@@ -22,6 +22,7 @@ POINT_TO_POINT = "send/recv"  # takes as long as its partner needs; there is no 
 # for more than a launch takes.
 LATE_SHARE = 0.05
 LATE_US = 10.0
+NAMED = 8  # of the missing ranks
 
 Kind = tuple[Any, ...]  # a collective, its group, the group's size, the dtype
 
@@ -86,7 +87,8 @@ def check_ranks(ranks: Sequence[Rank]) -> list[str]:
     notes = []
     missing = set(range(max(worlds, default=0))) - {rank.number for rank in ranks}
     if missing:
-        names = ", ".join(map(str, sorted(missing)))
+        names = ", ".join(map(str, sorted(missing)[:NAMED]))
+        names += f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
         notes.append(f"no record of rank {names}: its times and what waited for it are missing")
     notes += [f"rank {r.number}: {r.state}" for r in ranks if r.state != "complete"]
     return notes

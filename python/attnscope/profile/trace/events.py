@@ -114,6 +114,7 @@ class Faults:
 
     Attributes:
         unread: (category, phase) of events that may be work and were not read.
+        malformed: events with a missing or bad value, left out; `first_malformed` names the first.
         negative: events with a duration below 0, left out.
         far: events half a day or more from the others, left out.
         duplicates: repeated events, left out.
@@ -127,6 +128,8 @@ class Faults:
     """
 
     unread: Counter[tuple[str, str]] = field(default_factory=Counter)
+    malformed: int = 0
+    first_malformed: str = ""
     negative: int = 0
     far: int = 0
     duplicates: int = 0
@@ -156,6 +159,7 @@ class Trace:
     events that cannot be true. `origin` is the file's time, in nanoseconds, that is 0 here.
     `repaired` is True for a file that is not JSON because PyTorch did not escape quotes in names.
     `collectives` maps the external id of a collective's op and kernels to what PyTorch recorded.
+    `distributed` has what it recorded of the process group, such as `rank` and `world_size`.
     """
 
     cpu: list[CpuEvent] = field(default_factory=list)
@@ -177,6 +181,7 @@ class Trace:
     origin: int = 0
     repaired: bool = False
     collectives: dict[int, Collective] = field(default_factory=dict)
+    distributed: dict[str, Any] = field(default_factory=dict)
     faults: Faults = field(default_factory=Faults)
 
     @property

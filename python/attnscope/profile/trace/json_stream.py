@@ -23,41 +23,49 @@ POLL_S = 0.002
 LONGEST_VALUE = 1 << 24
 
 
-# A name with quotes, which PyTorch does not escape. The name is alone on its line (a line with more
-# members does not match), or precedes the process id (up to PyTorch 2.11).
+# A name and what is around it in PyTorch's layouts. PyTorch escapes neither quotes nor line breaks,
+# and up to 2.0 no backslashes: names of files on Windows, of code that is compiled from a text.
 NAME = re.compile(
-    r'^([ \t]*"name": ")(?!.*",[ \t]*"[^"\n]*":)([^"\n]*"[^\n]*)("[ \t]*(?:,[ \t]*)?)$'
-    r'|^([ \t]*"ph": "\w", "cat": "\w*", "name": ")(?!.*",[ \t]*"(?!pid"|tid")[^"\n]*":)'
-    r'([^"\n]*"[^\n]*)(", "pid": "?[^"\n]*"?, "tid": "?[^"\n]*"?,)$',
-    re.MULTILINE,
+    r'("ph": "\w",\s*"cat": "\w*",\s*"name": ")(.{0,16384}?)'
+    r'("\s*,\s*"pid": "?[^"\n]*"?,\s*"tid": "?[^"\n]*"?,\s*"ts": )',
+    re.DOTALL,
 )
+MOST_LINES = 500  # of an event
 
-
+GZIP = b"\x1f\x8b"  # the first bytes of a packed file
 SPACE = re.compile(r"[ \n\r\t]+")
+WORD = re.compile(r"[-\w]*\s*")  # what a literal that is cut off leaves
 REMEDY = "Export the trace again"
 
 
 def escape_names(text: str) -> str:
-    """Whole lines of a trace with quotes in names escaped; PyTorch may write invalid JSON."""
+    """Whole events of a trace with their names escaped; PyTorch may write invalid JSON."""
     return NAME.sub(_escaped, text)
 
 
 def _escaped(found: re.Match[str]) -> str:
-    before, name, after = (part for part in found.groups() if part is not None)
-    name = name.replace('\\"', '"').replace('"', '\\"')
-    return f"{before}{name}{after}"
+    before, name, after = found.groups()
+    if name.isprintable() and '"' not in name and "\\" not in name or '"ph": "' in name:
+        return found[0]
+    try:
+        name = decode(f'"{name}"')
+    except ValueError:  # backslashes become slashes, as in later versions
+        name = name.replace('\\"', '"').replace("\\", "/")
+    return f"{before}{json.dumps(name, ensure_ascii=False)[1:-1]}{after}"
 
 
 @contextmanager
 def open_trace(path: str | os.PathLike[str], writer: Child | None = None) -> Iterator[IO[str]]:
-    """Open the text of a chrome trace: `.json`, `.json.gz`, or one that `writer` still writes."""
+    """Open the text of a chrome trace, packed or not, or of one that `writer` still writes."""
     # Replace invalid bytes: PyTorch may garble a name, but the rest is readable.
-    how: dict[str, Any] = {"encoding": "utf-8", "errors": "replace"}
+    how: dict[str, Any] = {"encoding": "utf-8-sig", "errors": "replace"}
     if writer is not None:
         with Growing(Path(path), writer) as raw:
             yield io.TextIOWrapper(io.BufferedReader(raw, CHUNK), **how)
         return
-    opener: Callable[..., IO[str]] = gzip.open if str(path).endswith(".gz") else open
+    with open(path, "rb") as start:  # names mislead: browsers unpack, and forget the suffix
+        packed = start.read(len(GZIP)) == GZIP
+    opener: Callable[..., IO[str]] = gzip.open if packed else open
     with opener(path, "rt", **how) as file:
         yield file
 
@@ -101,11 +109,14 @@ class Growing(io.RawIOBase):
 
 
 def read_lines(file: IO[str], size: int) -> str:
-    """At least `size` characters, up to the end of a line; "" at the end of the file."""
-    text = file.read(size)
-    if text and not text.endswith("\n"):
-        text += file.readline(LONGEST_VALUE)
-    return text
+    """At least `size` characters, up to the end of a line, and of an event in PyTorch's layout; ""
+    at the end of the file."""
+    parts = [file.read(size)]
+    if parts[0] and not parts[0].endswith("\n"):
+        parts.append(file.readline(LONGEST_VALUE))
+    while parts[-1] and not parts[-1].endswith("},\n") and len(parts) < MOST_LINES:
+        parts.append(file.readline(LONGEST_VALUE))
+    return "".join(parts)
 
 
 class Number(str):
@@ -275,7 +286,12 @@ class JsonText:
             except json.JSONDecodeError as error:
                 if self.escape():
                     continue
-                if len(self.text) - self.at > LONGEST_VALUE:
+                inside = error.msg.startswith(("Unterminated string", "Invalid \\u"))
+                cut = inside or WORD.fullmatch(self.text, error.pos)
+                if not cut or len(self.text) - self.at > LONGEST_VALUE:
+                    self.at = error.pos
                     raise self.wrong(f"no value ({error.msg})") from None
                 if not self.more():
                     raise self.cut() from None
+            except RecursionError:
+                raise self.wrong("values nested too deeply") from None

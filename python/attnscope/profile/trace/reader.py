@@ -17,6 +17,7 @@ import zlib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from decimal import Decimal
 from functools import lru_cache
 from itertools import chain
@@ -75,7 +76,8 @@ BAD = (AttributeError, KeyError, TypeError, ValueError, ArithmeticError)  # of a
 def read_trace(path: str | os.PathLike[str], writer: Child | None = None) -> Trace:
     """Read a `.json` or `.json.gz` that `export_chrome_trace` wrote, or that `writer` still writes.
 
-    Raises ValueError, with the position, for a file that is truncated, not JSON or not a trace.
+    Events with missing or bad values are left out and counted. Raises ValueError, with the
+    position, for a file that is truncated, not JSON or not a trace.
     """
     trace = Trace()
     builder = _Builder(trace, path)
@@ -93,11 +95,15 @@ def read_trace(path: str | os.PathLike[str], writer: Child | None = None) -> Tra
                         builder.add_checked(item)
                 elif key == "deviceProperties":
                     trace.devices = plain(value) or []
+                elif key == "distributedInfo" and isinstance(value, dict):
+                    trace.distributed = value
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{path} must be a whole file, got {error}. {REMEDY}") from None
     except OSError as error:
         raise ValueError(f"trace must be a readable file, got {path}: {error.strerror}") from None
     trace.repaired = text.repaired
+    if builder.error is not None and not trace.cpu and not trace.gpu:
+        raise builder.error
     builder.finish()
     return trace
 
@@ -108,6 +114,7 @@ class _Builder:
     def __init__(self, trace: Trace, path: str | os.PathLike[str]) -> None:
         self.trace, self.path, self.count = trace, path, 0
         self.window: tuple[int, int] | None = None
+        self.error: ValueError | None = None  # of the first event that was left out
         self.tails: dict[Any, int] = {}  # arrows from forward to backward: id -> thread
         self.heads: list[tuple[Any, int, int]] = []  # id, thread, time
         self.shared: dict[Any, Any] = {}  # one copy of each name, thread and tuple of shapes
@@ -120,13 +127,25 @@ class _Builder:
         try:
             self.add(item)
         except BAD as error:
-            raise self.wrong(error, repr(item)) from None
+            self.leave_out(error, item)
 
-    def wrong(self, error: Exception, event: str) -> ValueError:
-        return ValueError(
-            f"{self.path} must be a trace of PyTorch's profiler, got event {self.count} with a "
-            f"missing or bad value, {error}: {event:.200}. {REMEDY}"
-        )
+    def leave_out(self, error: Exception, item: Any) -> None:
+        """Count an object that is no event."""
+        faults = self.trace.faults
+        faults.malformed += 1
+        if self.error is None:
+            faults.first_malformed = f"event {self.count}, {type(error).__name__}: {error}"
+            self.error = ValueError(
+                f"{self.path} must be a trace of PyTorch's profiler, got event {self.count} with a "
+                f"missing or bad value, {error}: {item!r:.200}. {REMEDY}"
+            )
+        self.not_lost(item)
+
+    def not_lost(self, item: Any) -> None:
+        """Note the launch of GPU work that is left out: it has its work in the trace."""
+        with suppress(*BAD):
+            if item["cat"] in GPU_KINDS:
+                self.trace.faults.left_out.add(item["args"]["correlation"])
 
     def add(self, item: dict[str, Any]) -> None:
         category, phase = item.get("cat"), item.get("ph")
@@ -143,8 +162,9 @@ class _Builder:
         end = start + nanoseconds(item.get("dur", 0))
         if end < start:
             self.trace.faults.negative += 1
+            self.not_lost(item)
             return
-        about = item.get("args", {})
+        about = item.get("args") or {}
         if "Collective name" in about:
             self.trace.collectives[about.get("External id", 0)] = collective_of(about)
         if category in CPU_KINDS:
@@ -170,7 +190,7 @@ class _Builder:
     def add_known(self, match: re.Match[str]) -> bool:
         """Add the match of EVENT; parts that recur are decoded once.
 
-        False if the match is not an event: its arguments are nested.
+        False if the match is not an event, since its arguments are nested, or has bad values.
         """
         category, name, process, thread, us, ns, long_us, long_ns, external, text = match.groups("")
         if "{" in text:  # a class with two characters in EVENT would be slower
@@ -203,8 +223,9 @@ class _Builder:
                 inputs = self.inputs_of(text[begin : last if last > begin else None])
             numbers = (correlation, external_id, sequence, forward_thread)
             self.cpu_event(category, name, int(thread), start, end, numbers, inputs)
-        except BAD as error:
-            raise self.wrong(error, match[0].strip()) from None
+        except BAD:
+            self.count -= 1
+            return False
         return True
 
     def share(self, value: Any) -> Any:
