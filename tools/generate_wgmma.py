@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 TARGET = Path(__file__).parent.parent / "csrc" / "ptx" / "wgmma_shapes.cuh"
-SCORE_COLUMNS = (64, 128)  # key blocks: A and B from shared memory
+SCORE_COLUMNS = (64, 80, 128)  # blocks of keys or queries: A and B from shared memory
 GRADIENT_COLUMNS = (64, 128)  # of dQ: A and B from shared memory, B transposed
+TRANSPOSED_COLUMNS = (80,)  # of dQ transposed: A and B from shared memory, A transposed
 OUTPUT_COLUMNS = (64, 80, 96, 128, 192, 256)  # head dims: A from registers, B transposed
 TYPES = (("__nv_bfloat16", "bf16"), ("__half", "f16"))
 
@@ -35,6 +36,10 @@ struct WgmmaShared;
 template <class Element, int kColumns>
 struct WgmmaSharedNMajor;
 
+// The same with a a descriptor of an M-major tile, and b of a K-major one.
+template <class Element, int kColumns>
+struct WgmmaSharedMMajor;
+
 // d [64, N] += a b with a in registers and b a descriptor of an N-major tile.
 template <class Element, int kColumns>
 struct WgmmaRegister;
@@ -53,18 +58,19 @@ def registers(count: int) -> str:
     return ",\n          ".join(lines)
 
 
-def shared(element: str, ptx: str, columns: int, n_major: bool = False) -> str:
+def shared(element: str, ptx: str, columns: int, m_major: int = 0, n_major: int = 0) -> str:
     n = columns // 2
+    suffix = "MMajor" if m_major else "NMajor" if n_major else ""
     return f"""
 template <>
-struct WgmmaShared{"NMajor" if n_major else ""}<{element}, {columns}> {{
+struct WgmmaShared{suffix}<{element}, {columns}> {{
   static __device__ __forceinline__ void mma(float (&d)[{n}], uint64_t a, uint64_t b,
                                              int accumulate) {{
     asm volatile(
         "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{n + 2}, 0;\\n"
         "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{ptx}.{ptx} {{"
         "{operands(0, n)}}}, "
-        "%{n}, %{n + 1}, p, 1, 1, 0, {int(n_major)};\\n}}\\n"
+        "%{n}, %{n + 1}, p, 1, 1, {m_major}, {n_major};\\n}}\\n"
         : {registers(n)}
         : "l"(a), "l"(b), "r"(accumulate));
   }}
@@ -94,7 +100,8 @@ def render() -> str:
     parts = [HEAD]
     for element, ptx in TYPES:
         parts += [shared(element, ptx, columns) for columns in SCORE_COLUMNS]
-        parts += [shared(element, ptx, columns, n_major=True) for columns in GRADIENT_COLUMNS]
+        parts += [shared(element, ptx, columns, n_major=1) for columns in GRADIENT_COLUMNS]
+        parts += [shared(element, ptx, columns, m_major=1) for columns in TRANSPOSED_COLUMNS]
         parts += [register(element, ptx, columns) for columns in OUTPUT_COLUMNS]
     parts.append("\n}  // namespace attnscope::ptx\n")
     return "".join(parts)

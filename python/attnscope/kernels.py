@@ -181,6 +181,11 @@ def choose_backward(call: Call) -> dict[str, Any]:
     forward = choose_forward(call)
     arch = forward["kernel"].partition("_")[0]
     room = 1024 * BLOCK_SHARED_KIB.get(call.capability, 227)
+    # As backward_tile in csrc/kernels/sm90_backward/config.cuh.
+    total = call.seqlen_q + call.seqlen_k  # a wider bound is none
+    has_left, has_right = (0 <= bound < total for bound in call.window)
+    share = 4 if call.causal or has_right else 1
+    long_queries = 0 if call.packed or has_left else call.seqlen_q // share
     tile = next(
         t
         for t in json.loads(torch.ops.attnscope.kernels())
@@ -188,6 +193,7 @@ def choose_backward(call: Call) -> dict[str, Any]:
         and max(call.head_dim, call.head_dim_v) <= t["head_dim"]
         and t["shared_bytes"] <= room
         and (t.get("serves_softcap", True) or not call.softcap)
+        and long_queries >= t.get("long_queries", 0)
     )
     tiles = blocks = -(-call.seqlen_k // tile["block_n"]) * call.batch * call.heads_kv
     if call.packed and arch == "sm90":  # each sequence starts a tile
@@ -199,7 +205,7 @@ def choose_backward(call: Call) -> dict[str, Any]:
     changes = {
         "kernel": tile["kernel"],
         "tile": tile,
-        "rule": "first row whose head dim and shared memory fit the call",
+        "rule": "first row that serves the call",
         "heads_side_by_side": 1,
         "tiles": tiles,
         "blocks": blocks * cluster,

@@ -120,11 +120,11 @@ def test_backward_tiles_differ_by_their_keys_or_are_named_by_their_row():
     used = "attnscope::sm80::backward_kernel<attnscope::sm80::BackwardConfig<__half, 256, 32, 32> >"
     missing, found = kernels.join(portable, [usage(used)])
     assert missing["missing"] == "no instance in this build" and found["instances"] == 1
-    hopper = [{**TILE, "kernel": "sm90_backward", "row": row} for row in (1, 2, 3)]
+    hopper = [{**TILE, "kernel": "sm90_backward", "row": row} for row in (2, 3, 4)]
     symbols = [
-        "attnscope::sm90::backward_kernel<attnscope::sm90::BackwardConfig<__half, 1> >",
-        "attnscope::sm90::wide_backward_kernel<attnscope::sm90::WideConfig<__nv_bfloat16, 2> >",
-        "attnscope::sm90::backward_preprocess_kernel<attnscope::sm90::BackwardConfig<__half, 3> >",
+        "attnscope::sm90::backward_kernel<attnscope::sm90::BackwardConfig<__half, 2> >",
+        "attnscope::sm90::wide_backward_kernel<attnscope::sm90::WideConfig<__nv_bfloat16, 3> >",
+        "attnscope::sm90::backward_preprocess_kernel<attnscope::sm90::BackwardConfig<__half, 4> >",
     ]
     rows = kernels.join(hopper, [usage(name, "sm_90a") for name in symbols])
     assert [row["missing"] is None for row in rows] == [True, True, False]
@@ -297,7 +297,16 @@ def test_sizes_that_no_call_has_are_refused(changes, message):
 
 # What differs from BASE -> (kernel, tile, head dim, tiles of keys, blocks, waves).
 BACKWARD_CHOICES = {
-    "long": ({}, ("sm90_backward", "64x128", 128, 2048, 132, 16)),
+    "long": ({}, ("sm90_backward", "80x128", 128, 2048, 132, 16)),
+    "causal": ({"causal": True}, ("sm90_backward", "64x128", 128, 2048, 132, 16)),
+    "long causal": (
+        {"causal": True, "seqlen_q": 8192},
+        ("sm90_backward", "80x128", 128, 2048, 132, 16),
+    ),
+    "window": (
+        {"window": (9, -1), "seqlen_q": 8192},
+        ("sm90_backward", "64x128", 128, 2048, 132, 16),
+    ),
     "short head dim": (
         {"head_dim": 64, "head_dim_v": 40, "seqlen_k": 100, "heads_kv": 4},
         ("sm90_backward", "64x192", 64, 16, 16, 1),
@@ -317,7 +326,7 @@ BACKWARD_CHOICES = {
         {"seqlen_k": 256, "packed": True},
         ("sm90_backward", "64x128", 128, 128, 132, 1),
     ),
-    "no keys": ({"seqlen_k": 0}, ("sm90_backward", "64x128", 128, 0, 0, 0)),
+    "no keys": ({"seqlen_k": 0}, ("sm90_backward", "80x128", 128, 0, 0, 0)),
 }
 
 

@@ -195,18 +195,24 @@ constexpr int kMost = 232448;  // shared memory of a thread block on Hopper
 constexpr bool every_hopper_tile_fits() {
   for (const sm90::BackwardTile& t : sm90::kBackwardTiles) {
     if (t.shared_bytes() > kMost || t.threads() > 1024) return false;
-    if (t.wide() ? t.block_n != 64 * sm90::kWideRanks : t.block_m != 64) return false;
+    if (t.wide() && t.block_n != 64 * sm90::kWideRanks) return false;
   }
   return true;
 }
 static_assert(every_hopper_tile_fits(), "a tile does not fit a multiprocessor");
-constexpr int hopper(int head_dim, bool softcap) {
-  const int row = sm90::backward_tile(head_dim, softcap);
+constexpr int hopper(int head_dim, bool softcap, int full_queries = 0) {
+  const int row = sm90::backward_tile(head_dim, softcap, full_queries);
   return row < 0 ? 0 : sm90::kBackwardTiles[row].head_dim;
 }
 static_assert(hopper(8, false) == 64 && hopper(64, false) == 64 && hopper(72, false) == 128);
 static_assert(hopper(64, true) == 128, "the tile of head dim 64 has no room for softcap");
 static_assert(hopper(128, true) == 128 && hopper(136, false) == 192 && hopper(192, true) == 192);
+constexpr int rows(int head_dim, bool softcap, int full_queries) {
+  return sm90::kBackwardTiles[sm90::backward_tile(head_dim, softcap, full_queries)].block_m;
+}
+static_assert(rows(72, false, 2048) == 80 && rows(128, false, 9000) == 80);
+static_assert(rows(128, false, 2047) == 64 && rows(128, true, 9000) == 64);
+static_assert(rows(64, false, 9000) == 64 && rows(136, false, 9000) == 64);
 static_assert(hopper(200, true) == 256 && hopper(256, false) == 256 && hopper(264, false) == 0);
 
 constexpr int kA100 = 166912, kAda = 101376;  // shared memory of a thread block

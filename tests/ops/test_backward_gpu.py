@@ -104,6 +104,24 @@ def test_long_sequences(bf16_target, head_dim, mask):
     )
 
 
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "head_dim", "dtype", "causal"),
+    [
+        (2048, 333, 128, FP16, False),
+        (2081, 700, 72, BF16, False),
+        (8225, 2100, 128, BF16, True),  # rows without keys too
+    ],
+)
+def test_blocks_of_80_queries(seqlen_q, seqlen_k, head_dim, dtype, causal):
+    target = make_target("cuda-sm90", dtype)
+    q, k, v = target.qkv(1, seqlen_q, seqlen_k, 4, 2, head_dim)
+    assert_gradients_match(target, q, k, v, causal=causal)
+    dout, dlse = upstream(target, q, v)
+    options = {"causal": causal, "dout": dout, "dlse": dlse, "deterministic": True}
+    first, second = (gradients(target, q, k, v, **options) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 def test_more_tiles_than_sms(bf16_target):
     assert_gradients_match(bf16_target, *bf16_target.qkv(8, 517, 517, 8, 4), causal=True)
 

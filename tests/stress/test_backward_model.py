@@ -46,11 +46,12 @@ class Narrow:
     `pattern` is how many steps each tile has, again and again. It may finish with END: then all
     roles end there, and meet for the next thread block. With `heads` a round of the pattern is a
     key head, whose dQ the consumers store. A consumer is a warpgroup, or one of several warps of
-    it, which arrive separately. `values` are the buffers of V, and of dQ on its way out. Before any
-    tile the scheduler may pass over one that no query sees; more of them would leave the same
-    state. `brief` leaves that out, and lets copies land at once. With `hidden` any step of a
-    consumer may be one in which no query sees its keys. `missing` is what a mutant lacks: waits by
-    the name of their barrier, arrivals or an order.
+    it, which arrive separately. `values` are the buffers of V, and of dQ on its way out,
+    `keys` those of K: a single one is loaded after the tile's first Q and dO. Before any tile the
+    scheduler may pass over one that no query sees; more of them would leave the same state. `brief`
+    leaves that out, and lets copies land at once. With `hidden` any step of a consumer may be one
+    in which no query sees its keys. `missing` is what a mutant lacks: waits by the name of their
+    barrier, arrivals or an order.
 
     An operation is a wait, and what follows until the next one: first the ends of reads, then
     writes, then arrivals.
@@ -59,7 +60,7 @@ class Narrow:
     def __init__(
         self, consumers: int, values: int, pattern: tuple[int, ...], warps: int = 1,
         tile_buffers: int = 2, heads: bool = False, brief: bool = False, hidden: bool = False,
-        missing: str = "",
+        keys: int = 2, missing: str = "",
     ) -> None:  # fmt: skip
         self.pattern, self.warps, self.heads, self.brief = pattern, warps, heads, brief
         self.consumers, self.hidden = consumers, hidden
@@ -72,10 +73,10 @@ class Narrow:
         self.tile_full = Barrier("tile_full", tile_buffers)
         self.tile_empty = Barrier("tile_empty", tile_buffers, readers)
         self.tile_wanted = Barrier("tile_wanted", 1)
-        self.k, self.v = Buffer("K", 2, KEYS), Buffer("V", values, KEYS)
-        self.k_full = Barrier("k_full", 2, clock=KEYS)
+        self.k, self.v = Buffer("K", keys, KEYS), Buffer("V", values, KEYS)
+        self.k_full = Barrier("k_full", keys, clock=KEYS)
         self.v_full = Barrier("v_full", values, clock=KEYS)
-        self.k_empty = Barrier("k_empty", 2, every, clock=KEYS)
+        self.k_empty = Barrier("k_empty", keys, every, clock=KEYS)
         self.v_empty = Barrier("v_empty", values, every, clock=KEYS)
         self.q, self.dout = Buffer("Q", 2, STEP), Buffer("dO", 2, STEP)
         self.q_full = Barrier("q_full", 2, clock=STEP)
@@ -166,11 +167,15 @@ class Narrow:
         if self.ends(at):
             yield from self.meet(turn, *done)
             return self.advanced(at, 1, 0, 0)
-        yield self.after(wait_before(self.k_empty, keys), *self.load(self.k, keys, self.k_full))
+        load_k = self.after(wait_before(self.k_empty, keys), *self.load(self.k, keys, self.k_full))
+        if self.k.stages > 1:
+            yield load_k
         yield self.after(wait_before(self.v_empty, keys), *self.load(self.v, keys, self.v_full))
         for i in range(step, step + steps):
             loads = self.load(self.q, i, self.q_full) + self.load(self.dout, i, self.dout_full)
             yield self.after(wait_before(self.empty, i), *loads)
+            if self.k.stages == 1 and i == step:
+                yield load_k
         yield together(*done)
         return self.advanced(at, 1, steps, 1)
 
@@ -427,6 +432,7 @@ def slow(*values: object) -> object:
         (1, (2, 1), {"heads": True, "brief": True}),
         (2, (1, 1, 2, 2), {"tile_buffers": 1, "brief": True}),
         (1, (1, 2), {"warps": 2, "brief": True}),
+        (1, (1, 2), {"keys": 1, "brief": True}),  # blocks of 80 queries
         slow(2, (1, 2), {}),
         slow(1, (1, 2, END), {"warps": 2, "heads": True}),
         slow(2, (1, 1, 2, 1, 3, 2, 2, 3, 3), {}),
@@ -442,9 +448,12 @@ def test_one_consumer_of_the_narrow_kernel_is_right_in_every_order(values, patte
     [
         (2, 1, (1, 2), {}),
         (2, 2, (2, 1, END), {}),
+        (2, 1, (1, 2), {"keys": 1}),
         slow(2, 1, (1, 2), {"heads": True}),
         slow(2, 1, (1, 2), {"hidden": True}),
         slow(2, 1, (1, 1, 2, 1, 3, 2, 2, 3, 3), {}),
+        slow(2, 1, (1, 1, 2, 1, 3, 2, 2, 3, 3), {"keys": 1}),
+        slow(2, 1, (1, 2), {"keys": 1, "hidden": True}),
         slow(3, 2, (1, 2), {}),
     ],
 )
@@ -481,6 +490,8 @@ def test_consumers_of_the_narrow_kernel_are_right_in_every_order(
         ("stored", "reads rows", {"warps": 2}),
         ("dq_done", "reads place", {"heads": True}),
         ("complete", "reads place", {"heads": True}),
+        ("k_empty", "K", {"keys": 1}),
+        ("last dQ", "K", {"keys": 1}),
     ],
 )
 def test_the_narrow_kernel_needs_each_wait(missing, wrong, options):

@@ -106,8 +106,9 @@ def test_every_backward_case_has_a_label_of_its_own_and_the_tables_a_case_each()
         )  # fmt: skip
         choice = choose_backward(call)
         assert choice["kernel"] == "sm90_backward"
-        tiles.add((choice["tile"]["head_dim"], bool(c.softcap)))
-    assert tiles == {(64, False), *((dim, cap) for dim in (128, 192, 256) for cap in (False, True))}
+        tiles.add((choice["tile"]["head_dim"], choice["tile"]["block_m"], bool(c.softcap)))
+    every = {(dim, 64, cap) for dim in (128, 192, 256) for cap in (False, True)}
+    assert tiles == {(64, 64, False), (128, 80, False), *every}
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
@@ -378,9 +379,9 @@ template __global__ void attnscope::sm90::forward_kernel<
 #include "kernels/sm90_backward/kernel.cuh"
 #include "kernels/sm90_backward/wide.cuh"
 using namespace attnscope::sm90;
-template __global__ void attnscope::sm90::backward_kernel<BackwardConfig<__nv_bfloat16, 1>>(
+template __global__ void attnscope::sm90::backward_kernel<BackwardConfig<__nv_bfloat16, 2>>(
     const __grid_constant__ BackwardArguments);
-template __global__ void attnscope::sm90::wide_backward_kernel<WideConfig<__nv_bfloat16, 3>>(
+template __global__ void attnscope::sm90::wide_backward_kernel<WideConfig<__nv_bfloat16, 4>>(
     const __grid_constant__ BackwardArguments);
 """,
 }

@@ -107,6 +107,7 @@ def gradients() -> Iterator[Case]:
         yield case(1, 1, 1, 2, 1, head_dim)
         yield case(heads_kv=1, head_dim=head_dim, seqlens=((3, 3), (7, 7)) * 20, causal=True)
         yield case(1, 65, 130, 2, 1, head_dim, "float16", causal=True)
+    yield case(1, 2050, 200, 2, 1)  # blocks of 80 queries
 
 
 def turns() -> Iterator[Case]:
@@ -117,6 +118,7 @@ def turns() -> Iterator[Case]:
             yield case(heads_q=2, heads_kv=1, head_dim=head_dim, seqlens=SEGMENTS, **MASKS[name])
         yield case(8, 130, 400, 10, 10, head_dim, causal=True)
     yield case(1, 200, 700, 4, 2, 64, causal=True, softcap=20.0)
+    yield case(1, 2050, 300, 2, 1)  # blocks of 80 queries
 
 
 VARIANTS = {"cuda": 0, "cuda-sm80": 80}

@@ -32,7 +32,7 @@ class BackwardConsumer {
 
  private:
   using Ring = Slot<Config::kStages>;
-  using KeyRing = Slot<kKeyStages>;
+  using KeyRing = Slot<Config::kKeyStages>;
   using ValueRing = Slot<Config::kValueStages>;
   using GradientRing = Slot<Config::kGradientStages>;
   static constexpr int kBlockM = Config::kBlockM;
@@ -130,15 +130,33 @@ class BackwardConsumer {
   // the products of the next step, since the fence waits for the stores: but at once where other
   // thread blocks wait for a turn.
   __device__ __forceinline__ void add_query_gradient() {
-    float dq[Config::kHeadDim / 2];
-    wait(s.ds_full[step & 1], step >> 1 & 1);
-    issue_query_gradient<Config>(dq, scores(), keys());
     const GradientRing out(step);
-    wait(s.dq_empty[out.stage], out.parity ^ 1);
-    ptx::wgmma_wait<0>();
-    ptx::pin_registers(dq);
-    release(s.ds_empty[step & 1]);
-    stage_query_gradient(dq);
+    wait(s.ds_full[step & 1], step >> 1 & 1);
+    if constexpr (Config::kTransposes) {
+      // The first column block is staged beside the product of the second.
+      Scores left, right;
+      issue_transposed_query_gradient<Config>(left, keys(), 0, scores());
+      issue_transposed_query_gradient<Config>(right, keys(), 1, scores());
+      wait(s.dq_empty[out.stage], out.parity ^ 1);
+      ptx::wgmma_wait<1>();
+      ptx::pin_registers(left);
+      stage_query_part<Config>(ptx::shared_address(s.dq[out.stage]), 0, left);
+      ptx::wgmma_wait<0>();
+      ptx::pin_registers(right);
+      release(s.ds_empty[step & 1]);
+      stage_query_part<Config>(ptx::shared_address(s.dq[out.stage]), 1, right);
+    } else {
+      float dq[Config::kHeadDim / 2];
+      issue_query_gradient<Config>(dq, scores(), keys());
+      wait(s.dq_empty[out.stage], out.parity ^ 1);
+      ptx::wgmma_wait<0>();
+      ptx::pin_registers(dq);
+      release(s.ds_empty[step & 1]);
+#pragma unroll
+      for (int column = 0; column < Config::kColumnBlocks; ++column) {
+        stage_query_part<Config>(ptx::shared_address(s.dq[out.stage]), column, dq + 32 * column);
+      }
+    }
     staged = true;
     if (a.tickets != nullptr) pass_on_query_gradient(step);
   }
@@ -163,7 +181,9 @@ class BackwardConsumer {
     pass_on_query_gradient(step - 1);
     await_score_buffer();  // see staging
     store_key_gradients<Config>(a, *tile, consumer, staging(), dk, dv);
-    if (a.whole_heads && ptx::uniform(tile->key_block) == 0) store_query_gradients();
+    if constexpr (!Config::kTransposes) {
+      if (a.whole_heads && ptx::uniform(tile->key_block) == 0) store_query_gradients();
+    }
     // Other warps write dS where this one staged.
     ptx::named_barrier(1 + consumer, 128);
     inject(Fault::kReleaseTile, tiles);
@@ -252,18 +272,6 @@ class BackwardConsumer {
       make_score_gradients<Config, true>(p, packed_p, dp, packed, delta);
     } else {
       make_score_gradients<Config, false>(p, packed_p, dp, packed, delta);
-    }
-  }
-
-  // Puts dQ into shared memory: of each column block 4 KB a warp, see kernel.cuh.
-  __device__ __forceinline__ void stage_query_gradient(const float (&dq)[Config::kHeadDim / 2]) {
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    const GradientRing slot(step);
-    const uint32_t address = ptx::shared_address(s.dq[slot.stage]) + warp * 4096 + lane * 16;
-#pragma unroll
-    for (int j = 0; j < Config::kHeadDim / 8; ++j) {
-      ptx::store_shared_v4(address + j / 8 * (Config::kPartFloats * 4) + j % 8 * 512, dq[4 * j],
-                           dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
     }
   }
 

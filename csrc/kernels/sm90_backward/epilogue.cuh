@@ -63,6 +63,20 @@ __device__ __forceinline__ void store_key_gradients(const BackwardArguments& a, 
   store(dk, a.scale, p.dk, p.dk_stride, p.forward.head_dim);
 }
 
+// Puts a warpgroup's column block of dQ, or of dQ transposed, into shared memory: contiguous parts
+// of the warps, see kernel.cuh.
+template <class Config>
+__device__ __forceinline__ void stage_query_part(uint32_t staging, int column, const float* dq) {
+  constexpr int kGroups = Config::kPartFloats / (4 * 32 * 4);  // of 4 floats of each lane
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const uint32_t address =
+      staging + column * (Config::kPartFloats * 4) + warp * (kGroups * 512) + lane * 16;
+#pragma unroll
+  for (int n = 0; n < kGroups; ++n) {
+    ptx::store_shared_v4(address + n * 512, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
+  }
+}
+
 // A lane's first four of a warp's 16 rows of a column block of dQ, which begins at `gradient`.
 template <class Config>
 __device__ __forceinline__ const float4* query_part(const float* gradient, int column) {

@@ -25,10 +25,14 @@ struct NarrowKernels {
 
 template <class Element>
 cudaError_t launch_row(const BackwardParams& p, const DeviceFacts& device, cudaStream_t stream) {
-  if (backward_tile(p.forward) == 0) {
-    return launch<NarrowKernels<BackwardConfig<Element, 0>>>(p, device, stream);
+  switch (backward_tile(p.forward)) {
+    case 0:
+      return launch<NarrowKernels<BackwardConfig<Element, 0>>>(p, device, stream);
+    case 1:
+      return launch<NarrowKernels<BackwardConfig<Element, 1>>>(p, device, stream);
+    default:
+      return launch<NarrowKernels<BackwardConfig<Element, 2>>>(p, device, stream);
   }
-  return launch<NarrowKernels<BackwardConfig<Element, 1>>>(p, device, stream);
 }
 
 }  // namespace
@@ -58,7 +62,7 @@ const char* launch_backward(const BackwardParams& params, void* stream) {
   const ForwardParams& p = params.forward;
   const DeviceFacts device = current_device();
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  static_assert(kBackwardTileCount == 4, "a row of the table has no launch");
+  static_assert(kBackwardTileCount == 5, "a row of the table has no launch");
   const cudaError_t error =
       kBackwardTiles[backward_tile(p)].wide() ? launch_wide(params, device, cuda_stream)
       : p.dtype == DType::kBFloat16 ? launch_row<__nv_bfloat16>(params, device, cuda_stream)

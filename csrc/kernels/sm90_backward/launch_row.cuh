@@ -62,7 +62,7 @@ inline cudaError_t launch_kernel(void (*kernel)(BackwardArguments), bool early, 
 // see a key. Q and dO are read again for each tile, from DRAM where they do not fit.
 inline bool takes_whole_heads(const ForwardParams& p, const BackwardTile& t, int sms) {
   constexpr int64_t kL2Share = 18 << 20;  // with 36 MB, Q and dO no longer fit beside it
-  if (p.packed() || p.seqlen_q == 0 || p.window_left >= 0) return false;
+  if (t.transposes() || p.packed() || p.seqlen_q == 0 || p.window_left >= 0) return false;
   const int first_rows = std::min(t.block_m, p.seqlen_q);
   if (p.window_right >= 0 && first_rows + p.seqlen_k - p.seqlen_q + p.window_right <= 0) {
     return false;

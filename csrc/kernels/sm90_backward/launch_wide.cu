@@ -21,11 +21,11 @@ struct WideKernels {
 
 template <class Element>
 cudaError_t launch_row(const BackwardParams& p, const DeviceFacts& device, cudaStream_t stream) {
-  static_assert(kBackwardTiles[2].wide() && kBackwardTileCount == 4, "the rows of wide.cuh");
-  if (backward_tile(p.forward) == 2) {
-    return launch<WideKernels<WideConfig<Element, 2>>>(p, device, stream);
+  static_assert(kBackwardTiles[3].wide() && kBackwardTileCount == 5, "the rows of wide.cuh");
+  if (backward_tile(p.forward) == 3) {
+    return launch<WideKernels<WideConfig<Element, 3>>>(p, device, stream);
   }
-  return launch<WideKernels<WideConfig<Element, 3>>>(p, device, stream);
+  return launch<WideKernels<WideConfig<Element, 4>>>(p, device, stream);
 }
 
 }  // namespace

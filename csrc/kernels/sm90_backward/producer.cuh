@@ -87,10 +87,16 @@ __device__ __forceinline__ void load_tile(const BackwardArguments& a, BackwardSh
     ptx::bulk_load(shared_address(statistics), source, kStatisticsBytes, barrier);
   };
 
-  const Slot<kKeyStages> k_slot(counts.tiles);
+  const Slot<Config::kKeyStages> k_slot(counts.tiles);
   const Slot<Config::kValueStages> v_slot(counts.tiles++);
-  ptx::mbarrier_wait(shared_address(&s.k_empty[k_slot.stage]), k_slot.parity ^ 1);
-  load_keys(s.k[k_slot.stage], a.k, s.k_full[k_slot.stage], k_slot.stage, Operand::kK);
+  const auto load_k = [&] {
+    ptx::mbarrier_wait(shared_address(&s.k_empty[k_slot.stage]), k_slot.parity ^ 1);
+    load_keys(s.k[k_slot.stage], a.k, s.k_full[k_slot.stage], k_slot.stage, Operand::kK);
+  };
+  // A single buffer is free only after the last dQ of the tile before: the first Q and dO come
+  // first.
+  bool has_k = Config::kKeyStages > 1;
+  if (has_k) load_k();
   ptx::mbarrier_wait(shared_address(&s.v_empty[v_slot.stage]), v_slot.parity ^ 1);
   load_keys(s.v[v_slot.stage], a.v, s.v_full[v_slot.stage], v_slot.stage, Operand::kV);
   ptx::await_kernel_before();
@@ -107,6 +113,8 @@ __device__ __forceinline__ void load_tile(const BackwardArguments& a, BackwardSh
                    head, block, statistics, Operand::kQ);
       load_queries(s.dout[slot.stage], s.delta[slot.stage], a.dout, s.dout_full[slot.stage],
                    slot.stage, head, block, statistics + kBlockM, Operand::kDout);
+      if (!has_k) load_k();
+      has_k = true;
     }
   }
 }

@@ -62,4 +62,22 @@ __device__ __forceinline__ void issue_query_gradient(float (&d)[Config::kHeadDim
   ptx::wgmma_commit();
 }
 
+// Column block number `column_block` of dQ, transposed [64, kBlockM] = K transposed, M-major, times
+// dS transposed.
+template <class Config>
+__device__ __forceinline__ void issue_transposed_query_gradient(float (&d)[Config::kBlockM / 2],
+                                                                ptx::WgmmaDescriptor keys,
+                                                                int column_block,
+                                                                ptx::WgmmaDescriptor ds) {
+  constexpr int kColumns = Config::kBlockN * Config::kRowBytes;
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < Config::kBlockN / 16; ++step) {
+    ptx::WgmmaSharedMMajor<typename Config::Element, Config::kBlockM>::mma(
+        d, keys.at(column_block * kColumns + step * 16 * Config::kRowBytes),
+        ds.at(step / 4 * Config::kScoreBytes + step % 4 * 32), step > 0);
+  }
+  ptx::wgmma_commit();
+}
+
 }  // namespace attnscope::sm90

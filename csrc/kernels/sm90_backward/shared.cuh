@@ -26,6 +26,7 @@ struct BackwardConfig {
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kStages = kTile.stages;
+  static constexpr int kKeyStages = kTile.key_stages();
   static constexpr int kValueStages = kTile.value_stages();
   static constexpr int kTileBuffers = 2;
   static constexpr int kConsumers = kTile.consumers();
@@ -38,15 +39,18 @@ struct BackwardConfig {
   static constexpr int kKeyBytes = 2 * kBlockN * kHeadDim;    // of K or V
   static constexpr int kQueryBytes = 2 * kBlockM * kHeadDim;  // of Q or dO
   static constexpr int kScoreBytes = 2 * kBlockM * 64;        // of a consumer's dS
+  static constexpr bool kSeenToEnd = kTile.long_queries > 0;  // calls without a left window alone
   static constexpr bool kKeepsP = kTile.keeps_p;
   // dV is issued before dS is computed. Head dim 64 is slower so.
-  static constexpr bool kEarlyValues = kKeepsP;
+  static constexpr bool kEarlyValues = kHeadDim != 64;
   static constexpr int kColumnBlocks = kHeadDim / 64;
-  static constexpr int kPartFloats = 64 * 64;                 // of a column block of dQ
+  static constexpr bool kTransposes = kTile.transposes();
+  static constexpr int kPartFloats = kBlockM * 64;            // of a column block of dQ
   static constexpr int kGradientFloats = kBlockM * kHeadDim;  // of dQ of a block
 
   static_assert(kHeadDim % 64 == 0, "column blocks have 64 elements");
-  static_assert(kBlockM == 64 && kConsumers <= 3, "dQ of a block has 64 rows");
+  static_assert(!kTransposes || kColumnBlocks == 2, "dQ is computed in two column blocks");
+  static_assert(kConsumers <= 3, "KeyTile has room for three");
 };
 
 // One tile of keys, described once for all roles. Blocks are blocks of queries.
@@ -94,7 +98,7 @@ struct BackwardShared {
   static constexpr int kStages = Config::kStages;
   static constexpr int kTileElements = Config::kBlockN * Config::kHeadDim;
   static constexpr int kBlockElements = Config::kBlockM * Config::kHeadDim;
-  alignas(1024) Element k[kKeyStages][kTileElements];
+  alignas(1024) Element k[Config::kKeyStages][kTileElements];
   alignas(1024) Element v[Config::kValueStages][kTileElements];
   alignas(1024) Element q[kStages][kBlockElements];
   alignas(1024) Element dout[kStages][kBlockElements];
@@ -107,7 +111,7 @@ struct BackwardShared {
   NextTile next;
   uint64_t tile_full[Config::kTileBuffers], tile_empty[Config::kTileBuffers];
   uint64_t tile_wanted;  // all loads of a tile have been issued
-  uint64_t k_full[kKeyStages], k_empty[kKeyStages];
+  uint64_t k_full[Config::kKeyStages], k_empty[Config::kKeyStages];
   uint64_t v_full[Config::kValueStages], v_empty[Config::kValueStages];
   uint64_t q_full[kStages];     // Q and lse_log2
   uint64_t dout_full[kStages];  // dO and delta

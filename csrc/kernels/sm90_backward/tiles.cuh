@@ -49,7 +49,8 @@ __device__ __forceinline__ void describe_tile(const BackwardArguments& a, int in
   const Segment seg_k = segment(p.cu_seqlens_k, p.total_k, p.seqlen_k, sequence);
   const int first_key = key_block * Config::kBlockN;
   // The window of a key: query i sees key j if j - shift - right <= i <= j - shift + left.
-  const Window queries{seg_q.length - seg_k.length, p.window_right, p.window_left};
+  const Window queries{seg_q.length - seg_k.length, p.window_right,
+                       Config::kSeenToEnd ? -1 : p.window_left};
   const bool is_consumer = lane < Config::kConsumers;
   const int begin_key = first_key + (is_consumer ? 64 * lane : 0);
   const int end_key = min(begin_key + (is_consumer ? 64 : Config::kBlockN), seg_k.length);
@@ -57,6 +58,8 @@ __device__ __forceinline__ void describe_tile(const BackwardArguments& a, int in
   BlockRange range = block_range(queries, begin_key, end_key, seg_q.length, Config::kBlockM);
   if (is_consumer) {
     if (end_key <= begin_key) range.end = range.begin;
+    // Queries past the end of a dense call need no mask: their rows are 0, and so is their P.
+    if (Config::kSeenToEnd) range.full_end = range.end;
     // Keys past the end need a mask in every block.
     if (end_key < begin_key + 64) range.full_begin = INT_MAX;
     t.consumer[lane] = range;

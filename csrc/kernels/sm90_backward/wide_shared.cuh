@@ -11,6 +11,7 @@ struct WideTileConfig {
   static constexpr int kBlockM = 64;
   static constexpr int kBlockN = 64 * kWideRanks;
   static constexpr int kConsumers = kWideRanks;
+  static constexpr bool kSeenToEnd = false;
 };
 
 template <class Element_, int kRow>

@@ -25,6 +25,7 @@ COLUMNS = {
     "min_queries": "serves calls with more queries than this",
     "max_queries": "serves calls with at most this many queries, unless causal",
     "max_queries_causal": "serves causal calls with at most this many queries",
+    "long_queries": "serves only dense calls with as many queries, causal with four times as many",
     "serves_softcap": "serves calls with a softcap; if not, the next row does",
     "groups_heads": "serves calls whose heads of a group share a tile",
     "grouped_only": "serves no other calls",
@@ -35,10 +36,12 @@ COLUMNS = {
 def queries_served(tile: dict[str, Any]) -> str:
     """The numbers of queries whose calls a tile serves: "any", "65-128", "257+".
 
-    "few tiles" and "grouped" if the number does not matter.
+    "few tiles" and "grouped" if the number does not matter; "2048+, causal 8192+" for long calls.
     """
     if tile.get("grouped_only"):
         return "grouped"
+    if long := tile.get("long_queries"):
+        return f"{long}+, causal {4 * long}+"
     most, most_causal = tile.get("max_queries"), tile.get("max_queries_causal")
     least = tile.get("min_queries") or 0
     if most == most_causal == 0:

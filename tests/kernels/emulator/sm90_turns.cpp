@@ -12,9 +12,10 @@ using namespace attnscope::sm90;
 
 namespace {
 
-template <int kRows, int kKeys, int kParts>
+template <int kRows, int kKeys, int kParts, bool kToEnd = false>
 struct TileConfig {
   static constexpr int kBlockM = kRows, kBlockN = kKeys, kConsumers = kParts;
+  static constexpr bool kSeenToEnd = kToEnd;
 };
 
 struct Call {
@@ -112,6 +113,7 @@ const char* check_all(const Call& c) {
     if (section > heads) continue;
     const char* wrong = check<TileConfig<64, 192, 3>>(c, section);
     if (wrong == nullptr) wrong = check<TileConfig<64, 128, 2>>(c, section);
+    if (wrong == nullptr && c.left < 0) wrong = check<TileConfig<80, 128, 2, true>>(c, section);
     if (wrong != nullptr) return wrong;
   }
   return nullptr;
