@@ -49,8 +49,9 @@ def run(*command: str, folder: Path) -> str:
     environment |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TRITON_CACHE_DIR": str(folder / "triton")}
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     if worker and TORCHRUN[1] not in command:  # each worker of a parallel run uses one GPU
-        gpu = int(worker.removeprefix("gw")) % torch.cuda.device_count()
-        environment |= {"CUDA_VISIBLE_DEVICES": str(gpu)}
+        given = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = given.split(",") if given else [*map(str, range(torch.cuda.device_count()))]
+        environment |= {"CUDA_VISIBLE_DEVICES": gpus[int(worker.removeprefix("gw")) % len(gpus)]}
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240
     )
