@@ -10,6 +10,7 @@ namespace attnscope {
 
 // From this softcap on, cap - 2 cap / (e^2x + 1) cancels too many bits where x is small.
 constexpr double kWideCap = 256.0;
+constexpr double kLog2e = 1.4426950408889634;
 
 // What is done to raw scores before the row maximum is taken.
 enum ScoreTransform : int { kNoTransform, kScale, kCap, kCapWide };
@@ -24,7 +25,7 @@ struct ScoreScales {
 };
 
 inline ScoreScales score_scales(const ForwardParams& p) {
-  constexpr double kLog2e = 1.4426950408889634, kMax = FLT_MAX;
+  constexpr double kMax = FLT_MAX;
   const ScoreTransform transform = p.softcap >= kWideCap ? kCapWide
                                    : p.softcap > 0       ? kCap
                                    : p.scale > 0         ? kNoTransform
@@ -34,6 +35,14 @@ inline ScoreScales score_scales(const ForwardParams& p) {
       transform == kCap ? std::clamp(2.0 * kLog2e * p.scale / p.softcap, -kMax, kMax) : p.scale;
   return {transform, static_cast<float>(factor), static_cast<float>(p.softcap),
           static_cast<float>((transform == kNoTransform ? p.scale : 1.0) * kLog2e)};
+}
+
+// For a kernel that takes capped scores as cap_to_reciprocals leaves them: the log-sum-exp then
+// lacks the softcap.
+inline ScoreScales reciprocal_scales(const ForwardParams& p) {
+  ScoreScales scales = score_scales(p);
+  if (scales.transform == kCap) scales.scale_log2 = static_cast<float>(2.0 * kLog2e * p.softcap);
+  return scales;
 }
 
 }  // namespace attnscope

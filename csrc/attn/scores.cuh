@@ -53,6 +53,21 @@ __device__ __forceinline__ void transform_scores(float (&s)[kCount], const Score
   }
 }
 
+// What transform_scores does, but for kCap only its reciprocal: the logit is cap + 2 cap s. A
+// softmax does not see the sum, and has the factor in its scale (reciprocal_scales).
+template <int kCount>
+__device__ __forceinline__ void cap_to_reciprocals(float (&s)[kCount], const ScoreScales& scales) {
+  if (scales.transform == kCap) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      s[i] = ptx::reciprocal_approx(-1.0f - ptx::exp2_approx(s[i] * scales.factor));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) s[i] *= scales.factor;
+  }
+}
+
 // P may pass 1 by this power of two before O and the sums are rescaled to a new maximum. It costs
 // nothing: fp32 sums hold it, and P has the same relative precision at any scale.
 constexpr float kHeadroom = 8.0f;

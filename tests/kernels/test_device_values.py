@@ -49,6 +49,11 @@ int main() {
           if (!(std::fabs(raw * scale) < 3e38)) continue;
           const double want = cap * std::tanh(static_cast<double>(raw) * scale / cap);
           const double error = std::fabs(capped(raw) - want);
+          if (cap < 256) {
+            float s[4] = {raw, raw, raw, raw};
+            cap_to_reciprocals(s, scales);
+            if (!(std::fabs(cap + 2 * cap * s[1] - want) <= cap * 2e-7)) return 5;
+          }
           // Relative from the wide caps on, else of the cap, of which few bits are lost.
           const double allowed = (cap < 256 ? cap : std::fabs(want)) * 4e-7;
           if (!(error <= allowed)) {

@@ -116,6 +116,34 @@ class KeysAndValues:
         return more
 
 
+class InTurns(KeysAndValues):
+    """Two consumers that issue their products in turns: one at each block, read or skipped."""
+
+    def __init__(self, stages: int) -> None:
+        super().__init__(stages, 2)
+        self.turn = [Barrier(f"turn of {i}", 1) for i in range(2)]
+        roles = [
+            Role(f"consumer {i}", lambda n, running, i=i: self.consume_in_turn(i, n, running), False)
+            for i in range(2)
+        ]
+        barriers = (*self.model.barriers, *self.turn)
+        self.model = Model((self.model.roles[0], *roles), self.model.buffers, barriers)
+
+    def consume_in_turn(self, i: int, n: int, running: bool) -> Step:
+        reads = running or (yield choose())
+        if reads and not running:
+            yield wait(self.k_full, n)
+        yield wait(self.turn[1], n) if i else wait_before(self.turn[0], n)
+        if running:
+            yield wait(self.v_full, n - 1)
+        yield arrive(self.turn[1 - i], n)
+        if reads:
+            return (yield from self.read(n, running))
+        yield from skip(self.k_full, self.k_empty, n, self.guarded)
+        yield from skip(self.v_full, self.v_empty, n, self.guarded)
+        return False
+
+
 class TilesAndQueries:
     """The rings of tile descriptions and Q. All lanes of a warp arrive as one.
 
@@ -288,6 +316,10 @@ def test_a_ring_is_right_in_every_order(stages, consumers):
 def test_k_and_v_are_right_in_every_order(stages, consumers):
     """1,060 states (2 stages, 1 consumer) to 72,982 (2, 3); slow: 454,914 (3, 3)."""
     assert_sound(KeysAndValues(stages, consumers).model)
+
+
+def test_k_and_v_are_right_where_consumers_take_turns():
+    assert_sound(InTurns(stages=2).model)
 
 
 @pytest.mark.parametrize("prefetch", [False, True])

@@ -38,11 +38,9 @@ struct ForwardTile {
   constexpr int value_columns() const { return (head_dim_v + 63) / 64 * 64; }
   // Serves grouped heads only. The rows for other calls are compiled without the arithmetic.
   constexpr bool grouped_only() const { return takes_groups && max_queries == 0; }
-  // Whether the maximum in use is checked against the scores, not by sums (softmax.cuh). At head
-  // dim 128, with one unit of rows or 128 keys a step, sums are slower: 0.85 to 1.03.
-  constexpr bool compares_scores() const {
-    return head_dim == 128 && (block_m == 64 || block_n == 128);
-  }
+  // Whether two consumers issue their products in turns. With 128 keys a step they may fall in step
+  // otherwise: both wait for S, then both compute the softmax, and the tensor cores idle.
+  constexpr bool takes_turns() const { return consumers() == 2 && block_n == 128; }
   constexpr int consumers() const { return heads_per_tile * key_parts * block_m / 64; }
   // Column blocks of O on the way out. Wider keys leave no room for two.
   constexpr int out_stages() const {
@@ -114,7 +112,7 @@ inline constexpr int kPrefetchKeys = 256;       // calls with at most this many 
 inline constexpr int kNarrowKeys = 4096;        // up to which the L2 reads 128 bytes at a time
 inline constexpr int kShortSection = 32;        // heads whose long tiles come first in such calls
 inline constexpr int kOrderedSequences = 1024;  // most of a packed batch that come longest first
-inline constexpr int kSequenceTurns = 3;        // of which each has half as many keys
+inline constexpr int kSequenceTurns = 4;        // of which each has half as many keys
 inline constexpr int kGroupedQueries = 64;  // calls with at most this many queries may group heads
 
 // What the choice of a tile depends on.

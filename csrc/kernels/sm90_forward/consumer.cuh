@@ -7,6 +7,7 @@
 #include "kernels/sm90_forward/recompute.cuh"
 #include "kernels/sm90_forward/shared.cuh"
 #include "kernels/sm90_forward/softmax.cuh"
+#include "ptx/named_barrier.cuh"
 
 namespace attnscope::sm90 {
 
@@ -23,11 +24,13 @@ class Consumer {
         timeline(Lane::kConsumer + consumer, threadIdx.x % 128 == 0) {}
 
   __device__ __forceinline__ void run() {
+    if (consumer == 1) give_turn();
     // Outside the loop over tiles, so that its code lies outside of theirs.
     while (run_tiles()) {
       recompute_rows<Config>(a, work(), static_cast<int>(threadIdx.x / 128) - 1);
       release_tile();
     }
+    if (consumer == 0) take_turn();  // the last one that consumer 1 gave
     finish();
   }
 
@@ -35,10 +38,10 @@ class Consumer {
   using Ring = Slot<Config::kStages>;
   using TileSlot = Slot<ForwardShared<Config>::kTiles>;
   static constexpr int kBlockN = Config::kBlockN;
+  static constexpr int kTurnBarrier = 1;  // and the next: one for each consumer
   // Where registers allow: the sums of a block are looked at after the wait for the next K, and so
   // complete under it. Above head dim 128 that is slower.
-  static constexpr bool kSettlesLate =
-      Config::kScoresLive && Config::kHeadDim <= 128 && !Config::kComparesScores;
+  static constexpr bool kSettlesLate = Config::kScoresLive && Config::kHeadDim <= 128;
 
   // Tile after tile, until none is left (false) or the warp's O is in doubt (true).
   //
@@ -117,6 +120,8 @@ class Consumer {
     mark(state);
 #pragma unroll 1
     for (; block > last; --block) {
+      take_turn();
+      give_turn();
       const Ring slot(blocks++);
       pass(s.k_full[slot.stage], s.k_empty[slot.stage], slot.parity);
       pass(s.v_full[slot.stage], s.v_empty[slot.stage], slot.parity);
@@ -139,7 +144,9 @@ class Consumer {
     mark(ConsumerTile::kAwaitK);
     wait(s.k_full[slot.stage], slot.parity);
     mark(ConsumerTile::kIssueScores);
+    take_turn();
     issue_scores<Config>(f, q, k(slot));
+    give_turn();
     clear();
     mark(ConsumerTile::kAwaitScores);
     ptx::wgmma_wait<0>();
@@ -159,6 +166,7 @@ class Consumer {
                                        Probabilities<Config>& p_here) {
     const Ring v_slot(blocks++), k_slot(blocks);
     mark(ConsumerStep::kIssueScores);
+    take_turn();
     issue_scores<Config>(f, q, k(k_slot));
     // Decided while S is computed. Where registers are short it would be spilled.
     int is_boundary = t.is_boundary(block);
@@ -169,6 +177,7 @@ class Consumer {
     wait(s.v_full[v_slot.stage], v_slot.parity);
     mark(ConsumerStep::kIssueOutput);
     issue_output<Config>(f, p_before, v(v_slot));
+    give_turn();
     mark(ConsumerStep::kAwaitScores);
     ptx::wgmma_wait<1>();
     ptx::pin_registers(f.s);
@@ -176,9 +185,7 @@ class Consumer {
     if constexpr (Config::kScoresLive) release_scores(k_slot, block == t.begin);
     finish_scores(block, boundary);
     float sum[2];
-    if constexpr (!Config::kComparesScores) {
-      if (__builtin_expect(!boundary, true)) softmax<Config>(f, p_here, scale_log2(), sum);
-    }
+    if (__builtin_expect(!boundary, true)) softmax<Config>(f, p_here, scale_log2(), sum);
     bool rescale;
     if constexpr (!kSettlesLate) {
       rescale = settle_maximum(t, p_here, sum, block, boundary, k_slot);
@@ -253,9 +260,8 @@ class Consumer {
     }
   }
 
-  // Adds the sums of a block's probabilities by the maximum in use (and makes them, in a tile that
-  // compares scores); where that must rise, makes the probabilities by the true one. True if it
-  // rose.
+  // Adds the sums of a block's probabilities by the maximum in use; where that must rise, makes the
+  // probabilities by the true one. True if it rose.
   __device__ __forceinline__ bool settle_maximum(TileBlocks& t, Probabilities<Config>& p,
                                                  const float (&sum)[2], int block, bool boundary,
                                                  const Ring& k_slot) {
@@ -263,11 +269,7 @@ class Consumer {
     // giant warp every block counts as one.
     bool rises = boundary;
     if (__builtin_expect(!boundary, true)) {
-      if constexpr (Config::kComparesScores) {
-        rises = !softmax_by_comparison<Config>(f, p, scale_log2());
-      } else {
-        rises = !add_sums<Config>(f, sum);
-      }
+      rises = !add_sums<Config>(f, sum);
       if (__builtin_expect(rises && !Config::kScoresLive, false)) {
         // No wgmma and no wait for one here: all warps of a warpgroup must execute these together.
         recompute_scores<Config>(f, ptx::shared_address(s.q[q_stage()][unit_number()]),
@@ -284,7 +286,7 @@ class Consumer {
 
   // Raw scores to masked logits. Only boundary blocks read the tile's bounds from shared memory.
   __device__ __forceinline__ void finish_scores(int block, bool boundary) {
-    if (__builtin_expect(a.scores.transform, false)) transform_scores<false>(f.s, a.scores);
+    if (__builtin_expect(a.scores.transform, false)) cap_to_reciprocals(f.s, a.scores);
     if (__builtin_expect(boundary, false)) {
       const TileWork& w = work();
       const int row = unit().first_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
@@ -292,6 +294,15 @@ class Consumer {
           f.s, {w.shift, a.params.window_left, a.params.window_right}, grouping<Config>(a), row,
           (block * Config::kKeyParts + Config::part_of(consumer)) * kBlockN, w.seqlen_k);
     }
+  }
+
+  // The consumers have a turn for each block that their tile visits: consumer 0, consumer 1, and so
+  // on. Whoever takes a turn needs only blocks that the other one, a turn ahead, has already had.
+  __device__ __forceinline__ void take_turn() const {
+    if constexpr (Config::kTakesTurns) ptx::named_barrier(kTurnBarrier + consumer, 256);
+  }
+  __device__ __forceinline__ void give_turn() const {
+    if constexpr (Config::kTakesTurns) ptx::named_barrier_arrive(kTurnBarrier + 1 - consumer, 256);
   }
 
   // After the last read of K, and of Q with the last block.

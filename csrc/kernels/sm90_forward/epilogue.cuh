@@ -153,7 +153,8 @@ __device__ __forceinline__ bool store_output(
     if (lane % 4 == 0 && row < rows) {
       lse[grouping<Config>(a).head(row) * p.lse_head_stride + grouping<Config>(a).query(row)] =
           sum[half] == 0.0f ? -INFINITY
-                            : (f.row_max[half] + ptx::log2_approx(sum[half])) * 0.6931471805599453f;
+                            : fmaf(f.row_max[half] + ptx::log2_approx(sum[half]),
+                                   0.6931471805599453f, a.scores.softcap);
     }
   }
   return !__any_sync(0xffffffffu, nonfinite.found());

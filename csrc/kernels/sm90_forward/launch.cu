@@ -20,7 +20,7 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
   if (p.total_q == 0 || p.heads_q == 0) return cudaSuccess;
   ForwardArguments a{};
   a.params = p;
-  a.scores = score_scales(p);
+  a.scores = reciprocal_scales(p);
   a.grouping = grouping;
   const int together = heads_together(Config::kTile, grouping.log2, p.heads_q, p.heads_kv);
   const int heads = ceil_div((p.heads_q >> grouping.log2) / together, Config::kHeadsPerTile);

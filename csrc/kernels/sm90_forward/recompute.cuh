@@ -67,7 +67,7 @@ __device__ __forceinline__ void recompute_rows(const ForwardArguments& a, const 
       for (int distance = 16; distance > 0; distance /= 2) {
         score[0] += __shfl_xor_sync(0xffffffffu, score[0], distance);
       }
-      if (a.scores.transform) transform_scores<false>(score, a.scores);
+      if (a.scores.transform) cap_to_reciprocals(score, a.scores);
       const float scaled = score[0] * a.scores.scale_log2;
       const float new_maximum = fmaxf(maximum, scaled);
       const float factor = ptx::exp2_approx(maximum - new_maximum);

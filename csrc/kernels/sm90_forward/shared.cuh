@@ -51,7 +51,7 @@ struct AnyForwardConfig {
   static constexpr int kValueBytes = 2 * kBlockN * kValueColumns;
   static constexpr int kRowBytes = 128;  // one swizzled row of a 64-element column block
   static constexpr bool kScoresLive = kTile.scores_live;
-  static constexpr bool kComparesScores = kTile.compares_scores();
+  static constexpr bool kTakesTurns = kTile.takes_turns();
   static constexpr bool kTakesGroups = kTile.takes_groups;
   // Whether the first tile of a packed batch is described at the kernel's entry, as in a dense
   // call. That code costs dense calls 1 to 3 %.

@@ -71,30 +71,6 @@ __device__ __forceinline__ bool add_sums(Fragments<Config>& f, const float (&sum
   return true;
 }
 
-// Both in one, for tiles that compare scores: beside the exponentials, not before them. False if a
-// score exceeds the maximum in use by more than kHeadroom in any row of the warp.
-template <class Config>
-__device__ __forceinline__ bool softmax_by_comparison(Fragments<Config>& f,
-                                                      Probabilities<Config>& p, float scale_log2) {
-  float top = -INFINITY;
-  float sum[2] = {f.row_sum[0], f.row_sum[1]};
-#pragma unroll
-  for (int i = 0; i < Config::kBlockN / 4; ++i) {
-    const int half = i % 2;
-    const float low = fmaf(f.s[2 * i], scale_log2, -f.row_max[half]);
-    const float high = fmaf(f.s[2 * i + 1], scale_log2, -f.row_max[half]);
-    top = fmaxf(top, fmaxf(low, high));
-    const float p_low = ptx::exp2_approx(low), p_high = ptx::exp2_approx(high);
-    sum[half] += p_low;
-    sum[half] += p_high;
-    put<Config>(f, p, i, p_low, p_high);
-  }
-  if (__any_sync(0xffffffffu, top > kHeadroom)) return false;
-  f.row_sum[0] = sum[0];
-  f.row_sum[1] = sum[1];
-  return true;
-}
-
 // Probabilities and sums by the true maximum; O must be scaled by `factor`. True if a row maximum
 // of the warp is giant: then the blocks that follow must come here too.
 template <class Config>
