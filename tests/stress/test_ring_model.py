@@ -123,7 +123,9 @@ class InTurns(KeysAndValues):
         super().__init__(stages, 2)
         self.turn = [Barrier(f"turn of {i}", 1) for i in range(2)]
         roles = [
-            Role(f"consumer {i}", lambda n, running, i=i: self.consume_in_turn(i, n, running), False)
+            Role(
+                f"consumer {i}", lambda n, running, i=i: self.consume_in_turn(i, n, running), False
+            )
             for i in range(2)
         ]
         barriers = (*self.model.barriers, *self.turn)
