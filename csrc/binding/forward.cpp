@@ -2,10 +2,10 @@
 
 #include <cmath>
 
+#include "attn/score_scales.h"
+
 namespace attnscope::binding {
 namespace {
-
-constexpr double kLog2e = 1.4426950408889634;
 
 // Kernels work with float32 in base 2: the factors they derive must be normal numbers too.
 void check_scores(const ForwardOptions& o) {

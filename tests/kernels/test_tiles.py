@@ -200,15 +200,15 @@ constexpr bool every_hopper_tile_fits() {
   return true;
 }
 static_assert(every_hopper_tile_fits(), "a tile does not fit a multiprocessor");
-constexpr int hopper(int head_dim, bool softcap, int full_queries = 0) {
-  const int row = sm90::backward_tile(head_dim, softcap, full_queries);
+constexpr int hopper(int head_dim, bool softcap, int long_queries = 0) {
+  const int row = sm90::backward_tile(head_dim, softcap, long_queries);
   return row < 0 ? 0 : sm90::kBackwardTiles[row].head_dim;
 }
 static_assert(hopper(8, false) == 64 && hopper(64, false) == 64 && hopper(72, false) == 128);
 static_assert(hopper(64, true) == 128, "the tile of head dim 64 has no room for softcap");
 static_assert(hopper(128, true) == 128 && hopper(136, false) == 192 && hopper(192, true) == 192);
-constexpr int rows(int head_dim, bool softcap, int full_queries) {
-  return sm90::kBackwardTiles[sm90::backward_tile(head_dim, softcap, full_queries)].block_m;
+constexpr int rows(int head_dim, bool softcap, int long_queries) {
+  return sm90::kBackwardTiles[sm90::backward_tile(head_dim, softcap, long_queries)].block_m;
 }
 static_assert(rows(72, false, 2048) == 80 && rows(128, false, 9000) == 80);
 static_assert(rows(128, false, 2047) == 64 && rows(128, true, 9000) == 64);

@@ -104,7 +104,7 @@ __device__ __forceinline__ void load_tile(const BackwardArguments& a, BackwardSh
   for (int head = t.head_kv * a.group; head < (t.head_kv + 1) * a.group; ++head) {
     int block = t.start;
 #pragma unroll 1
-    for (int n = t.begin; n < t.end; ++n, block = block + 1 < t.end ? block + 1 : t.begin) {
+    for (int n = t.begin; n < t.end; ++n, block = t.block_after(block)) {
       const Slot<Config::kStages> slot(counts.blocks++);
       ptx::mbarrier_wait(shared_address(&s.empty[slot.stage]), slot.parity ^ 1);
       const float* statistics =

@@ -68,6 +68,10 @@ struct alignas(128) KeyTile {
   int start;        // the first of them in turn; after the last one comes `begin`
   // The blocks that see one of a consumer's 64 keys; full_begin, full_end: all of them.
   BlockRange consumer[3];
+
+  __device__ __forceinline__ int block_after(int block) const {
+    return block + 1 < end ? block + 1 : begin;
+  }
 };
 
 // What a producer loads.

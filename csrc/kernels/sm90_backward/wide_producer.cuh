@@ -71,7 +71,7 @@ __device__ __forceinline__ void produce_wide(const BackwardArguments& a, WideSha
   for (int head = t.head_kv * a.group; head < (t.head_kv + 1) * a.group; ++head) {
     int block = t.start;
 #pragma unroll 1
-    for (int n = t.begin; n < t.end; ++n, block = block + 1 < t.end ? block + 1 : t.begin) {
+    for (int n = t.begin; n < t.end; ++n, block = t.block_after(block)) {
       const Slot<Config::kStages> q_slot(count);
       const Slot<Config::kDoutStages> dout_slot(count);
       const int row = t.q_row + block * Config::kBlockM;

@@ -22,7 +22,7 @@ __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardS
   for (int head = 0; head < a.group; ++head) {
     int block = t.start;
 #pragma unroll 1
-    for (int n = t.begin; n < t.end; ++n, block = block + 1 < t.end ? block + 1 : t.begin) {
+    for (int n = t.begin; n < t.end; ++n, block = t.block_after(block)) {
       const int place = first + head * blocks + block;
       // While the consumers still work on the block, the last turn is passed on, and this one
       // arrives.

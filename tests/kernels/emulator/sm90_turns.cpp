@@ -86,7 +86,6 @@ const char* check(const Call& c, int section) {
   if (wrong != nullptr) return wrong;
 
   a.tickets = nullptr;
-  a.claims = &ticket;
   const bool is_full = c.left < 0 && c.right < 0, has_room = packed || c.seqlen_q >= c.seqlen_k;
   std::vector<int> starts(added.size());
   emulator::launch(1, 32, 1, [&] {
