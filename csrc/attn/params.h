@@ -51,7 +51,7 @@ struct ForwardParams {
   int window_left;   // -1: unbounded
   int window_right;  // -1: unbounded; causal is 0
 
-  bool packed() const { return cu_seqlens_q != nullptr; }
+  constexpr bool packed() const { return cu_seqlens_q != nullptr; }
 };
 
 // The backward of one forward call. Gradients are contiguous, in the shape and dtype of q, k and v.

@@ -122,6 +122,7 @@ JsonObject describe(const sm90::BackwardTile& t) {
       .add("stages", t.stages)
       .add("serves_softcap", t.keeps_p || t.wide())
       .add("long_queries", t.long_queries)
+      .add("step_time", t.step_time)
       .add("shared_bytes", t.shared_bytes())
       .add("blocks_per_sm", 1)
       .add("reason", t.reason);

@@ -181,12 +181,12 @@ def choose_backward(call: Call) -> dict[str, Any]:
     forward = choose_forward(call)
     arch = forward["kernel"].partition("_")[0]
     room = 1024 * BLOCK_SHARED_KIB.get(call.capability, 227)
-    # As backward_tile in csrc/kernels/sm90_backward/config.cuh.
+    # As choose_backward in csrc/kernels/sm90_backward/config.cuh.
     total = call.seqlen_q + call.seqlen_k  # a wider bound is none
     has_left, has_right = (0 <= bound < total for bound in call.window)
     share = 4 if call.causal or has_right else 1
     long_queries = 0 if call.packed or has_left else call.seqlen_q // share
-    tile = next(
+    served = [
         t
         for t in json.loads(torch.ops.attnscope.kernels())
         if t["kernel"] == f"{arch}_backward"
@@ -194,10 +194,24 @@ def choose_backward(call: Call) -> dict[str, Any]:
         and t["shared_bytes"] <= room
         and (t.get("serves_softcap", True) or not call.softcap)
         and long_queries >= t.get("long_queries", 0)
+    ]
+
+    def places(tile: dict[str, Any]) -> int:
+        """Tiles of the grid. In a packed batch each sequence starts one."""
+        if call.packed and arch == "sm90":
+            return (call.batch * call.seqlen_k // tile["block_n"] + call.batch) * call.heads_kv
+        return -(-call.seqlen_k // tile["block_n"]) * call.batch * call.heads_kv
+
+    def size(tile: dict[str, Any]) -> tuple[int, int]:
+        return tile["head_dim"], tile["block_m"]
+
+    alike = [t for t in served if "step_time" in t and size(t) == size(served[0])]
+    tile = min(
+        alike or served[:1],
+        key=lambda tile: -(-places(tile) // call.sms) * tile.get("step_time", 1),
     )
-    tiles = blocks = -(-call.seqlen_k // tile["block_n"]) * call.batch * call.heads_kv
-    if call.packed and arch == "sm90":  # each sequence starts a tile
-        blocks = (call.batch * call.seqlen_k // tile["block_n"] + call.batch) * call.heads_kv
+    tiles = -(-call.seqlen_k // tile["block_n"]) * call.batch * call.heads_kv
+    blocks = places(tile)
     cluster = tile.get("cluster", 1)
     resident = tile["blocks_per_sm"] * call.sms // cluster
     if arch == "sm90" and cluster == 1:  # its thread blocks take tiles one after the other
@@ -205,7 +219,9 @@ def choose_backward(call: Call) -> dict[str, Any]:
     changes = {
         "kernel": tile["kernel"],
         "tile": tile,
-        "rule": "first row that serves the call",
+        "rule": "first row that serves the call"
+        if tile is served[0]
+        else "least rounds x step_time",
         "heads_side_by_side": 1,
         "tiles": tiles,
         "blocks": blocks * cluster,

@@ -12,7 +12,7 @@ from attnscope._load import PACKAGE
 
 LIBRARY = PACKAGE / "_C_cuda.so"
 # Head dim, queries and keys of the rows of kBackwardTiles.
-ROWS = {0: (64, 64, 192), 1: (128, 80, 128), 2: (128, 64, 128)}
+ROWS = {0: (64, 64, 192), 1: (64, 64, 128), 2: (128, 80, 128), 3: (128, 64, 128)}
 ELEMENTS = {"__nv_bfloat16": ".F32.BF16", "__half": ".F32"}
 
 pytestmark = [

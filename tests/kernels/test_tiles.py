@@ -201,18 +201,34 @@ constexpr bool every_hopper_tile_fits() {
 }
 static_assert(every_hopper_tile_fits(), "a tile does not fit a multiprocessor");
 constexpr int hopper(int head_dim, bool softcap, int long_queries = 0) {
-  const int row = sm90::backward_tile(head_dim, softcap, long_queries);
+  const int row = sm90::first_backward_tile(head_dim, softcap, long_queries);
   return row < 0 ? 0 : sm90::kBackwardTiles[row].head_dim;
 }
 static_assert(hopper(8, false) == 64 && hopper(64, false) == 64 && hopper(72, false) == 128);
 static_assert(hopper(64, true) == 128, "the tile of head dim 64 has no room for softcap");
 static_assert(hopper(128, true) == 128 && hopper(136, false) == 192 && hopper(192, true) == 192);
 constexpr int rows(int head_dim, bool softcap, int long_queries) {
-  return sm90::kBackwardTiles[sm90::backward_tile(head_dim, softcap, long_queries)].block_m;
+  return sm90::kBackwardTiles[sm90::first_backward_tile(head_dim, softcap, long_queries)].block_m;
 }
 static_assert(rows(72, false, 2048) == 80 && rows(128, false, 9000) == 80);
 static_assert(rows(128, false, 2047) == 64 && rows(128, true, 9000) == 64);
 static_assert(rows(64, false, 9000) == 64 && rows(136, false, 9000) == 64);
+// Keys of the tile that serves `heads` heads of a dense call.
+constexpr int keys(int head_dim, int seqlen_k, int heads, int sms = 132) {
+  ForwardParams p{};
+  p.batch = 1;
+  p.heads_q = p.heads_kv = heads;
+  p.head_dim = p.head_dim_v = head_dim;
+  p.seqlen_q = p.seqlen_k = seqlen_k;
+  p.window_left = p.window_right = -1;
+  return sm90::kBackwardTiles[sm90::choose_backward(p, sms)].block_n;
+}
+static_assert(keys(64, 512, 32) == 128, "one round either way: the smaller tiles are done first");
+static_assert(keys(64, 512, 1024) == 192, "24 rounds of 192 keys, 32 of 128");
+static_assert(keys(64, 1024, 32) == 128 && keys(64, 2048, 32) == 192, "two rounds; three and four");
+static_assert(keys(64, 197, 1000) == 128, "two tiles a head, of 192 keys with a third empty");
+static_assert(keys(64, 517, 32) == 192 && keys(64, 517, 32, 160) == 128, "160 tiles of 128 keys");
+static_assert(keys(128, 100, 1) == 128 && keys(256, 100, 1) == 128, "no row is alike");
 static_assert(hopper(200, true) == 256 && hopper(256, false) == 256 && hopper(264, false) == 0);
 
 constexpr int kA100 = 166912, kAda = 101376;  // shared memory of a thread block

@@ -100,7 +100,9 @@ def test_query_heads_share_keys(bf16_target, heads_q, heads_kv):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_long_sequences(bf16_target, head_dim, mask):
     assert_gradients_match(
-        bf16_target, *bf16_target.qkv(1, 4161, 4225, 2, 1, head_dim), **MASKS[mask]
+        bf16_target,
+        *bf16_target.qkv(1, 4161, 4225, 512 // head_dim, 256 // head_dim, head_dim),
+        **MASKS[mask],
     )
 
 
@@ -122,8 +124,25 @@ def test_blocks_of_80_queries(seqlen_q, seqlen_k, head_dim, dtype, causal):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_more_tiles_than_sms(bf16_target):
-    assert_gradients_match(bf16_target, *bf16_target.qkv(8, 517, 517, 8, 4), causal=True)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_more_tiles_than_sms(bf16_target, head_dim):
+    assert_gradients_match(
+        bf16_target, *bf16_target.qkv(8, 517, 517, 32, 16, head_dim), causal=True
+    )
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize(("seqlen_k", "head_dim"), [(197, 64), (130, 64), (90, 64), (128, 128)])
+def test_heads_of_one_tile_or_two(seqlen_k, head_dim, mask):
+    """Hopper: a head of one tile stores dq itself."""
+    target = make_target("cuda-sm90", BF16)
+    for heads in (2, 150):  # some SMs, or more heads than SMs
+        qkv = target.qkv(1, 197, seqlen_k, heads, heads, head_dim)
+        assert_gradients_match(target, *qkv, **MASKS[mask])
+        dout, dlse = upstream(target, qkv[0], qkv[2])
+        options = {**MASKS[mask], "dout": dout, "dlse": dlse, "deterministic": True}
+        first, second = (gradients(target, *qkv, **options) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "causal-softcap"])

@@ -108,6 +108,11 @@ def gradients() -> Iterator[Case]:
         yield case(heads_kv=1, head_dim=head_dim, seqlens=((3, 3), (7, 7)) * 20, causal=True)
         yield case(1, 65, 130, 2, 1, head_dim, "float16", causal=True)
     yield case(1, 2050, 200, 2, 1)  # blocks of 80 queries
+    for mask in MASKS.values():  # tiles of 192 keys
+        yield case(6, 65, 150, 20, 20, 64, **mask)
+        yield case(heads_q=40, heads_kv=40, head_dim=64, seqlens=SEGMENTS, **mask)
+    for heads, head_dim in ((15, 64), (10, 128)):  # a dQ that is not zeroed before
+        yield case(10, 65, 200, heads, heads, head_dim)
 
 
 def turns() -> Iterator[Case]:

@@ -16,6 +16,7 @@ struct BackwardTile {
   bool keeps_p;      // P in fp32 until dS; otherwise dS takes P as rounded for dV, without softcap
   int long_queries;  // serves only dense calls without a left window and with as many queries,
                      // four times as many if later keys are hidden; 0: all calls
+  int step_time;     // relative to that of rows alike but for block_n
   const char* reason;
 
   // Head dims that wide.cuh serves, by clusters of thread blocks.
@@ -52,19 +53,21 @@ inline constexpr int kWideRanks = 2;
 
 // Deliberately not `inline`, see kForwardTiles.
 constexpr BackwardTile kBackwardTiles[] = {
-    {64, 64, 192, 3, false, 0, "three consumers hide each other's latencies; 160 registers each"},
-    {128, 80, 128, 2, false, 2048, "1.02 to 1.05 of the speed of 64 rows: fewer waits a query"},
-    {128, 64, 128, 2, true, 0, "dK and dV take 128 registers, which leaves room for 64 rows"},
-    {192, 64, 64 * kWideRanks, 2, false, 0, "as head dim 256"},
-    {256, 64, 64 * kWideRanks, 2, false, 0,
+    {64, 64, 192, 3, false, 0, 6,
+     "three consumers hide each other's latencies; 160 registers each"},
+    {64, 64, 128, 3, false, 0, 5, "fewer rounds of tiles over the SMs, or keys of none"},
+    {128, 80, 128, 2, false, 2048, 1, "1.02 to 1.05 of the speed of 64 rows: fewer waits a query"},
+    {128, 64, 128, 2, true, 0, 1, "dK and dV take 128 registers, which leaves room for 64 rows"},
+    {192, 64, 64 * kWideRanks, 2, false, 0, 1, "as head dim 256"},
+    {256, 64, 64 * kWideRanks, 2, false, 0, 1,
      "S, dP in separate warpgroups read the fewest bytes of shared memory; two thread blocks share "
      "Q, dO and dQ"},
 };
 inline constexpr int kBackwardTileCount = sizeof(kBackwardTiles) / sizeof(kBackwardTiles[0]);
 
-// The row that serves a call: the first with room for its head dim that serves it; -1 if there is
-// none. A row serves calls with at least its long_queries.
-constexpr int backward_tile(int head_dim, bool softcap, int long_queries) {
+// The first row with room for a head dim that serves the call, with at least its long_queries; -1
+// if there is none.
+constexpr int first_backward_tile(int head_dim, bool softcap, int long_queries) {
   for (int i = 0; i < kBackwardTileCount; ++i) {
     const BackwardTile& t = kBackwardTiles[i];
     if (head_dim <= t.head_dim && long_queries >= t.long_queries &&
@@ -75,10 +78,10 @@ constexpr int backward_tile(int head_dim, bool softcap, int long_queries) {
   return -1;
 }
 
-inline int backward_tile(const ForwardParams& p) {
+constexpr int first_backward_tile(const ForwardParams& p) {
   const bool is_dense = !p.packed() && p.window_left < 0;
-  return backward_tile(p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v, p.softcap > 0,
-                       is_dense ? p.seqlen_q / (p.window_right < 0 ? 1 : 4) : 0);
+  return first_backward_tile(p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v, p.softcap > 0,
+                             is_dense ? p.seqlen_q / (p.window_right < 0 ? 1 : 4) : 0);
 }
 
 // How many blocks of `rows` rows a batch has. In a packed batch each sequence starts a block: at
@@ -86,6 +89,31 @@ inline int backward_tile(const ForwardParams& p) {
 constexpr int64_t block_count(bool packed, int64_t total, int length, int64_t batch, int rows) {
   if (packed) return total / rows + batch;
   return batch * ((int64_t{length} + rows - 1) / rows);
+}
+
+// Blocks of queries, and tiles of keys, of the whole call.
+constexpr int64_t query_places(const ForwardParams& p, const BackwardTile& t) {
+  return p.heads_q * block_count(p.packed(), p.total_q, p.seqlen_q, p.batch, t.block_m);
+}
+constexpr int64_t key_tiles(const ForwardParams& p, const BackwardTile& t) {
+  return p.heads_kv * block_count(p.packed(), p.total_k, p.seqlen_k, p.batch, t.block_n);
+}
+
+// The row that serves a call: of the first one and those alike but for block_n, the one whose tiles
+// take the least time on `sms` SMs.
+constexpr int choose_backward(const ForwardParams& p, int sms) {
+  const int first = first_backward_tile(p);
+  const auto time = [&](int row) {
+    const BackwardTile& t = kBackwardTiles[row];
+    return (key_tiles(p, t) + sms - 1) / sms * t.step_time;
+  };
+  int best = first;
+  for (int i = first + 1; first >= 0 && i < kBackwardTileCount; ++i) {
+    const BackwardTile &t = kBackwardTiles[i], &other = kBackwardTiles[first];
+    const bool alike = t.head_dim == other.head_dim && t.block_m == other.block_m;
+    if (alike && time(i) < time(best)) best = i;
+  }
+  return best;
 }
 
 // Parts of the workspace, as offsets in bytes. Per query head and block of queries:
@@ -99,7 +127,7 @@ struct BackwardWorkspace {
 
 inline BackwardWorkspace backward_layout(const BackwardParams& params) {
   const ForwardParams& p = params.forward;
-  const BackwardTile& t = kBackwardTiles[backward_tile(p)];
+  const BackwardTile& t = kBackwardTiles[first_backward_tile(p)];  // of all that may serve it
   const int64_t blocks = p.heads_q * block_count(p.packed(), p.packed() ? p.total_q : p.seqlen_q,
                                                  p.seqlen_q, p.batch, t.block_m);
   const auto aligned = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };

@@ -25,13 +25,15 @@ struct NarrowKernels {
 
 template <class Element>
 cudaError_t launch_row(const BackwardParams& p, const DeviceFacts& device, cudaStream_t stream) {
-  switch (backward_tile(p.forward)) {
+  switch (choose_backward(p.forward, device.sms)) {
     case 0:
       return launch<NarrowKernels<BackwardConfig<Element, 0>>>(p, device, stream);
     case 1:
       return launch<NarrowKernels<BackwardConfig<Element, 1>>>(p, device, stream);
-    default:
+    case 2:
       return launch<NarrowKernels<BackwardConfig<Element, 2>>>(p, device, stream);
+    default:
+      return launch<NarrowKernels<BackwardConfig<Element, 3>>>(p, device, stream);
   }
 }
 
@@ -39,10 +41,11 @@ cudaError_t launch_row(const BackwardParams& p, const DeviceFacts& device, cudaS
 
 const char* unsupported_backward(const BackwardParams& params) {
   const ForwardParams& p = params.forward;
-  if (current_device().major != 9) return "the device is not of compute capability 9.0";
+  const DeviceFacts device = current_device();
+  if (device.major != 9) return "the device is not of compute capability 9.0";
   if (p.softcap >= kWideCap) return "softcap is 256 or more";
   if (tensor_map_encoder() == nullptr) return "the driver has no cuTensorMapEncodeTiled";
-  const int row = backward_tile(p);
+  const int row = choose_backward(p, device.sms);
   if (row < 0) return "the head dim is above 256";
   const int64_t rows_q = p.packed() ? p.total_q : p.seqlen_q,
                 rows_k = p.packed() ? p.total_k : p.seqlen_k;
@@ -62,9 +65,9 @@ const char* launch_backward(const BackwardParams& params, void* stream) {
   const ForwardParams& p = params.forward;
   const DeviceFacts device = current_device();
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  static_assert(kBackwardTileCount == 5, "a row of the table has no launch");
+  static_assert(kBackwardTileCount == 6, "a row of the table has no launch");
   const cudaError_t error =
-      kBackwardTiles[backward_tile(p)].wide() ? launch_wide(params, device, cuda_stream)
+      kBackwardTiles[first_backward_tile(p)].wide() ? launch_wide(params, device, cuda_stream)
       : p.dtype == DType::kBFloat16 ? launch_row<__nv_bfloat16>(params, device, cuda_stream)
                                     : launch_row<__half>(params, device, cuda_stream);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);

@@ -30,14 +30,6 @@ inline bool encode_tensor_maps(BackwardArguments& a, int key_rows, int query_row
                      rows_q, p.head_dim_v, query_rows);
 }
 
-// Blocks of queries, and tiles of keys, of the whole call.
-inline int64_t query_places(const ForwardParams& p, const BackwardTile& t) {
-  return p.heads_q * block_count(p.packed(), p.total_q, p.seqlen_q, p.batch, t.block_m);
-}
-inline int64_t key_tiles(const ForwardParams& p, const BackwardTile& t) {
-  return p.heads_kv * block_count(p.packed(), p.total_k, p.seqlen_k, p.batch, t.block_n);
-}
-
 // Launches a kernel; if `early`, it may start before the one before has ended, see
 // launch_dependents.
 inline cudaError_t launch_kernel(void (*kernel)(BackwardArguments), bool early, unsigned blocks,
@@ -56,10 +48,13 @@ inline cudaError_t launch_kernel(void (*kernel)(BackwardArguments), bool early, 
   return cudaLaunchKernelEx(&config, kernel, a);
 }
 
+inline constexpr int64_t kZeroedFloats = 1 << 20;
+
 // Whether a thread block takes all tiles of a key head, and stores the head's dQ itself. dQ in fp32
 // then lies in a place of the thread block and stays in L2: it needs no zeroes, no turns and no
-// postprocess. The places must fit in L2, the heads must fill the card evenly, and every query must
-// see a key. Q and dO are read again for each tile, from DRAM where they do not fit.
+// postprocess. The places must fit in L2, and every query must see a key. The heads must fill the
+// card evenly, or have one tile each. Q and dO are read again for each tile, from DRAM where they
+// do not fit.
 inline bool takes_whole_heads(const ForwardParams& p, const BackwardTile& t, int sms) {
   constexpr int64_t kL2Share = 18 << 20;  // with 36 MB, Q and dO no longer fit beside it
   if (t.transposes() || p.packed() || p.seqlen_q == 0 || p.window_left >= 0) return false;
@@ -69,6 +64,7 @@ inline bool takes_whole_heads(const ForwardParams& p, const BackwardTile& t, int
   }
   const int64_t rows = int64_t{ceil_div(p.seqlen_q, t.block_m)} * t.block_m;
   if (sms * rows * (p.heads_q / p.heads_kv) * t.head_dim * 4 > kL2Share) return false;
+  if (p.seqlen_k <= t.block_n) return true;
   const int64_t heads = int64_t{p.batch} * p.heads_kv, turns = (heads + sms - 1) / sms;
   return heads * 10 >= turns * sms * 9;
 }
@@ -129,7 +125,9 @@ cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cuda
   const auto tiles = static_cast<unsigned>(empty || p.total_k == 0 ? 0 : key_tiles(p, kTile));
   a.whole_heads = Kernels::kPersistent && tiles > 0 && takes_whole_heads(p, kTile, device.sms);
   if (a.whole_heads) a.tickets = nullptr;
-  if (!kTile.wide() && !a.whole_heads) {
+  // Zeroes of a small dQ stay in L2, and cost less than the wait for a first part.
+  const bool is_small = int64_t{places} * Config::kGradientFloats <= kZeroedFloats;
+  if (!kTile.wide() && !a.whole_heads && (params.deterministic || !is_small)) {
     a.claims = reinterpret_cast<int*>(workspace + w.claims);
   }
   a.tiles = a.whole_heads ? p.batch * p.heads_kv : static_cast<int>(tiles);
@@ -143,8 +141,9 @@ cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cuda
                           kSharedBytes, stream, a);
   }
   if (error == cudaSuccess && places > 0 && !a.whole_heads) {
-    // Not early: it would wait for the main kernel, and profilers would count the wait as its time.
-    error = launch_kernel(Kernels::kPost, false, places, Kernels::kPostThreads, 0, stream, a);
+    // The main kernel lets no other start early: this one starts when its last thread block ends,
+    // and profilers count no wait as its time.
+    error = launch_kernel(Kernels::kPost, true, places, Kernels::kPostThreads, 0, stream, a);
   }
   return error;
 }

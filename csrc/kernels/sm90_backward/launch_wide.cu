@@ -21,11 +21,11 @@ struct WideKernels {
 
 template <class Element>
 cudaError_t launch_row(const BackwardParams& p, const DeviceFacts& device, cudaStream_t stream) {
-  static_assert(kBackwardTiles[3].wide() && kBackwardTileCount == 5, "the rows of wide.cuh");
-  if (backward_tile(p.forward) == 3) {
-    return launch<WideKernels<WideConfig<Element, 3>>>(p, device, stream);
+  static_assert(kBackwardTiles[4].wide() && kBackwardTileCount == 6, "the rows of wide.cuh");
+  if (first_backward_tile(p.forward) == 4) {
+    return launch<WideKernels<WideConfig<Element, 4>>>(p, device, stream);
   }
-  return launch<WideKernels<WideConfig<Element, 4>>>(p, device, stream);
+  return launch<WideKernels<WideConfig<Element, 5>>>(p, device, stream);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 #include "kernels/sm90_backward/epilogue.cuh"
 #include "kernels/sm90_backward/shared.cuh"
+#include "ptx/sync.cuh"
 
 namespace attnscope::sm90 {
 
@@ -56,6 +57,7 @@ __device__ __forceinline__ void store_transposed_query_block(const BackwardArgum
 template <class Config>
 __global__ void __launch_bounds__(128 * Config::kColumnBlocks)
     backward_postprocess_kernel(const __grid_constant__ BackwardArguments a) {
+  ptx::await_kernel_before();
   const int place = blockIdx.x, head = place / a.all_queries;
   const RowBlock b = query_block<Config>(a, place - head * a.all_queries.divisor);
   const auto is_seen = [&] { return a.claims == nullptr || a.claims[place] != 0; };  // by a key

@@ -4,6 +4,7 @@
 
 #include "kernels/sm90_backward/epilogue.cuh"
 #include "kernels/sm90_backward/wide_shared.cuh"
+#include "ptx/sync.cuh"
 
 namespace attnscope::sm90 {
 
@@ -14,6 +15,7 @@ __global__ void __launch_bounds__(kWidePostprocessThreads)
     wide_postprocess_kernel(const __grid_constant__ BackwardArguments a) {
   using Element = typename Config::Element;
   __shared__ alignas(128) Element staging[4][16 * 64];
+  ptx::await_kernel_before();
   const int place = blockIdx.x, head = place / a.all_queries;
   const RowBlock b = query_block<Config>(a, place - head * a.all_queries.divisor);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp * 16;
