@@ -1,5 +1,5 @@
-// attnscope::kernels and attnscope::choose_forward: the tile tables compiled into this build, and
-// which row serves a call, as JSON. Neither needs a device.
+// attnscope::kernels, choose_forward and choose_backward: the tile tables compiled into this build,
+// and which row serves a call, as JSON. None needs a device.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -177,7 +177,7 @@ void add_counts(JsonObject& json, long long tiles, long long blocks, int64_t res
       .add("waves", (tiles + resident - 1) / resident);
 }
 
-std::string choose_sm90(const ForwardParams& p, bool packed, const Device& device) {
+std::string choose_forward_sm90(const ForwardParams& p, bool packed, const Device& device) {
   const int sms = static_cast<int>(device.sms);
   sm90::ForwardCall call = sm90::forward_call(p);
   call.heads_kv = p.heads_kv;
@@ -212,8 +212,8 @@ std::string unsupported_sm90(const ForwardParams& p, const Device& device) {
   return p.softcap >= kWideCap ? "softcap is 256 or more" : "";
 }
 
-std::string choose_sm80(const ForwardParams& p, bool packed, const Device& device,
-                        const std::string& not_sm90) {
+std::string choose_forward_sm80(const ForwardParams& p, bool packed, const Device& device,
+                                const std::string& not_sm90) {
   const sm80::ForwardTile& t =
       sm80::kForwardTiles[sm80::forward_row(std::max(p.head_dim, p.head_dim_v))];
   const long long heads = static_cast<long long>(p.batch) * p.heads_q;
@@ -230,10 +230,62 @@ std::string choose_sm80(const ForwardParams& p, bool packed, const Device& devic
   return json.text();
 }
 
-std::string choose_forward(int64_t head_dim, int64_t head_dim_v, int64_t seqlen_q, int64_t seqlen_k,
-                           int64_t batch, int64_t heads_q, int64_t heads_kv, bool causal,
-                           int64_t window_left, int64_t window_right, bool packed, double softcap,
-                           int64_t sms, int64_t capability) {
+std::string choose_backward_sm90(const ForwardParams& p, const Device& device) {
+  const int sms = static_cast<int>(device.sms), row = sm90::choose_backward(p, sms);
+  const sm90::BackwardTile& t = sm90::kBackwardTiles[row];
+  const int ranks = t.wide() ? sm90::kWideRanks : 1;  // thread blocks of a tile
+  const long long tiles = (p.seqlen_k + t.block_n - 1LL) / t.block_n * p.batch * p.heads_kv;
+  const long long most = sm90::key_tiles(p, t);
+  JsonObject json;
+  json.add("kernel", "sm90_backward")
+      .add("tile", describe(t))
+      .add("rule", row == sm90::first_backward_tile(p) ? "first row that serves the call"
+                                                       : "least rounds x step_time")
+      .add("heads_side_by_side", 1)
+      .add("causal", sm90::is_causal(p))
+      .add("not_sm90", static_cast<const char*>(nullptr));
+  // Narrow: thread blocks take tiles one after the other.
+  add_counts(json, tiles, t.wide() ? most * ranks : std::min<long long>(most, sms), sms / ranks);
+  return json.text();
+}
+
+// Shared memory that a thread block may have, in bytes.
+int block_shared_bytes(int64_t capability) {
+  switch (capability) {
+    case 80:
+    case 87:
+      return 163 << 10;
+    case 86:
+    case 89:
+    case 120:
+    case 121:
+      return 99 << 10;
+    default:
+      return 227 << 10;
+  }
+}
+
+std::string choose_backward_sm80(const ForwardParams& p, const Device& device,
+                                 const std::string& not_sm90) {
+  const sm80::BackwardTile& t = sm80::kBackwardTiles[sm80::backward_row(
+      std::max(p.head_dim, p.head_dim_v), block_shared_bytes(device.capability))];
+  const long long tiles = (p.seqlen_k + t.block_n - 1LL) / t.block_n * p.batch * p.heads_kv;
+  JsonObject json;
+  json.add("kernel", "sm80_backward")
+      .add("tile", describe(t))
+      .add("rule", "first row that serves the call")
+      .add("heads_side_by_side", 1)
+      .add("causal", sm90::is_causal(p))
+      .add("not_sm90", not_sm90.c_str());
+  add_counts(json, tiles, tiles, t.blocks_per_sm * device.sms);
+  return json.text();
+}
+
+template <bool kBackward>
+std::string choose(int64_t head_dim, int64_t head_dim_v, int64_t seqlen_q, int64_t seqlen_k,
+                   int64_t batch, int64_t heads_q, int64_t heads_kv, bool causal,
+                   int64_t window_left, int64_t window_right, bool packed, double softcap,
+                   int64_t sms, int64_t capability) {
   AttentionSizes s{};
   s.packed = packed;
   s.batch = batch;
@@ -259,8 +311,16 @@ std::string choose_forward(int64_t head_dim, int64_t head_dim_v, int64_t seqlen_
   p.softcap = softcap;
   set_window(p, causal, window_left, window_right);
   const std::string not_sm90 = unsupported_sm90(p, device);
-  return not_sm90.empty() ? choose_sm90(p, packed, device)
-                          : choose_sm80(p, packed, device, not_sm90);
+  if constexpr (kBackward) {
+    constexpr int32_t kNoBounds = 0;
+    if (packed) p.cu_seqlens_q = p.cu_seqlens_k = &kNoBounds;  // not read
+    p.total_q = batch * seqlen_q;
+    p.total_k = batch * seqlen_k;
+    return not_sm90.empty() ? choose_backward_sm90(p, device)
+                            : choose_backward_sm80(p, device, not_sm90);
+  }
+  return not_sm90.empty() ? choose_forward_sm90(p, packed, device)
+                          : choose_forward_sm80(p, packed, device, not_sm90);
 }
 
 }  // namespace
@@ -268,5 +328,6 @@ std::string choose_forward(int64_t head_dim, int64_t head_dim_v, int64_t seqlen_
 
 STABLE_TORCH_LIBRARY_IMPL(attnscope, CompositeExplicitAutograd, m) {
   m.impl("kernels", TORCH_BOX(&attnscope::binding::kernels));
-  m.impl("choose_forward", TORCH_BOX(&attnscope::binding::choose_forward));
+  m.impl("choose_forward", TORCH_BOX(&attnscope::binding::choose<false>));
+  m.impl("choose_backward", TORCH_BOX(&attnscope::binding::choose<true>));
 }

@@ -26,9 +26,12 @@ STABLE_TORCH_LIBRARY(attnscope, m) {
   m.def("kernels() -> str");
   // Which kernel and which row of its table serve a call of these sizes on a device, as JSON. The
   // tensors of the call have rows apart from each other (no stride of zero). `capability` is 10 *
-  // major + minor.
-  m.def(
-      "choose_forward(*, int head_dim, int head_dim_v, int seqlen_q, int seqlen_k, int batch, "
-      "int heads_q, int heads_kv, bool causal, int window_left, int window_right, bool packed, "
-      "float softcap, int sms, int capability) -> str");
+  // major + minor. choose_backward takes a packed batch as sequences of the longest length.
+#define CALL_SIZES                                                                             \
+  "(*, int head_dim, int head_dim_v, int seqlen_q, int seqlen_k, int batch, int heads_q, "     \
+  "int heads_kv, bool causal, int window_left, int window_right, bool packed, float softcap, " \
+  "int sms, int capability) -> str"
+  m.def("choose_forward" CALL_SIZES);
+  m.def("choose_backward" CALL_SIZES);
+#undef CALL_SIZES
 }

@@ -27,9 +27,6 @@ from attnscope.common.tile_columns import COLUMNS, queries_served, tile_head_dim
 
 ARCHITECTURES = {"sm80": (80, 108), "sm90": (90, 132)}  # compute capability and SMs: A100, H100
 
-# KiB of shared memory that a thread block may have, by compute capability; others have 227.
-BLOCK_SHARED_KIB = {80: 163, 87: 163, 86: 99, 89: 99, 120: 99, 121: 99}
-
 
 def symbol_matches(symbol: str, tile: dict[str, Any]) -> bool:
     """Whether a demangled symbol is an instance of `tile`.
@@ -157,17 +154,7 @@ def choose_forward(call: Call) -> dict[str, Any]:
     `blocks`; `resident_blocks`, at a time on the whole device; `waves`. A packed batch may have
     fewer tiles and blocks. Raises ValueError for sizes that no call has.
     """
-    import torch
-
-    from attnscope import _load  # noqa: F401  the op exists from here on
-
-    options = call._asdict()
-    options["window_left"], options["window_right"] = options.pop("window")
-    try:
-        return json.loads(torch.ops.attnscope.choose_forward(**options))
-    except RuntimeError as error:
-        message = re.sub(r"^\w+, \S+:\d+, ", "", str(error)).splitlines()[0]
-        raise ValueError(message) from None
+    return _choose("choose_forward", call)
 
 
 def choose_backward(call: Call) -> dict[str, Any]:
@@ -176,59 +163,21 @@ def choose_backward(call: Call) -> dict[str, Any]:
     Both ops take the Hopper kernels by the same rule. `tiles` are of keys. A Hopper call that takes
     heads whole (docs/kernels/sm90_backward.md) may have fewer thread blocks.
     """
+    return _choose("choose_backward", call)
+
+
+def _choose(op: str, call: Call) -> dict[str, Any]:
     import torch
 
-    forward = choose_forward(call)
-    arch = forward["kernel"].partition("_")[0]
-    room = 1024 * BLOCK_SHARED_KIB.get(call.capability, 227)
-    # As choose_backward in csrc/kernels/sm90_backward/config.cuh.
-    total = call.seqlen_q + call.seqlen_k  # a wider bound is none
-    has_left, has_right = (0 <= bound < total for bound in call.window)
-    share = 4 if call.causal or has_right else 1
-    long_queries = 0 if call.packed or has_left else call.seqlen_q // share
-    served = [
-        t
-        for t in json.loads(torch.ops.attnscope.kernels())
-        if t["kernel"] == f"{arch}_backward"
-        and max(call.head_dim, call.head_dim_v) <= t["head_dim"]
-        and t["shared_bytes"] <= room
-        and (t.get("serves_softcap", True) or not call.softcap)
-        and long_queries >= t.get("long_queries", 0)
-    ]
+    from attnscope import _load  # noqa: F401  the op exists from here on
 
-    def places(tile: dict[str, Any]) -> int:
-        """Tiles of the grid. In a packed batch each sequence starts one."""
-        if call.packed and arch == "sm90":
-            return (call.batch * call.seqlen_k // tile["block_n"] + call.batch) * call.heads_kv
-        return -(-call.seqlen_k // tile["block_n"]) * call.batch * call.heads_kv
-
-    def size(tile: dict[str, Any]) -> tuple[int, int]:
-        return tile["head_dim"], tile["block_m"]
-
-    alike = [t for t in served if "step_time" in t and size(t) == size(served[0])]
-    tile = min(
-        alike or served[:1],
-        key=lambda tile: -(-places(tile) // call.sms) * tile.get("step_time", 1),
-    )
-    tiles = -(-call.seqlen_k // tile["block_n"]) * call.batch * call.heads_kv
-    blocks = places(tile)
-    cluster = tile.get("cluster", 1)
-    resident = tile["blocks_per_sm"] * call.sms // cluster
-    if arch == "sm90" and cluster == 1:  # its thread blocks take tiles one after the other
-        blocks = min(blocks, call.sms)
-    changes = {
-        "kernel": tile["kernel"],
-        "tile": tile,
-        "rule": "first row that serves the call"
-        if tile is served[0]
-        else "least rounds x step_time",
-        "heads_side_by_side": 1,
-        "tiles": tiles,
-        "blocks": blocks * cluster,
-        "resident_blocks": resident * cluster,
-        "waves": -(-tiles // max(resident, 1)),
-    }
-    return {**forward, **changes}
+    options = call._asdict()
+    options["window_left"], options["window_right"] = options.pop("window")
+    try:
+        return json.loads(getattr(torch.ops.attnscope, op)(**options))
+    except RuntimeError as error:
+        message = re.sub(r"^\w+, \S+:\d+, ", "", str(error)).splitlines()[0]
+        raise ValueError(message) from None
 
 
 def choice_table(tile: dict[str, Any]) -> Table:

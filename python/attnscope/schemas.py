@@ -51,7 +51,7 @@ TRITON_FORWARD = _forward_schema(_SHARED_OPTIONS)
 TRITON_BACKWARD = _backward_schema((*_SHARED_OPTIONS, _DETERMINISTIC))
 
 # What a compiled library must define.
-CHOOSE_FORWARD = (
+CHOOSE = (
     "(*, int head_dim, int head_dim_v, int seqlen_q, int seqlen_k, int batch, int heads_q, "
     "int heads_kv, bool causal, int window_left, int window_right, bool packed, float softcap, "
     "int sms, int capability) -> str"
@@ -60,5 +60,6 @@ OPS = {
     "forward": FORWARD,
     "backward": BACKWARD,
     "kernels": "() -> str",
-    "choose_forward": CHOOSE_FORWARD,
+    "choose_forward": CHOOSE,
+    "choose_backward": CHOOSE,
 }

@@ -226,6 +226,7 @@ constexpr int keys(int head_dim, int seqlen_k, int heads, int sms = 132) {
 static_assert(keys(64, 512, 32) == 128, "one round either way: the smaller tiles are done first");
 static_assert(keys(64, 512, 1024) == 192, "24 rounds of 192 keys, 32 of 128");
 static_assert(keys(64, 1024, 32) == 128 && keys(64, 2048, 32) == 192, "two rounds; three and four");
+static_assert(keys(64, 160, 32) == 192 && keys(64, 128, 32) == 128, "a head in one tile");
 static_assert(keys(64, 197, 1000) == 128, "two tiles a head, of 192 keys with a third empty");
 static_assert(keys(64, 517, 32) == 192 && keys(64, 517, 32, 160) == 128, "160 tiles of 128 keys");
 static_assert(keys(128, 100, 1) == 128 && keys(256, 100, 1) == 128, "no row is alike");

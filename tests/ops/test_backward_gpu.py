@@ -124,6 +124,14 @@ def test_blocks_of_80_queries(seqlen_q, seqlen_k, head_dim, dtype, causal):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_blocks_of_80_queries_of_packed_batches(mask):
+    """The rows of a sequence's last block that are the next sequence's hold NaN."""
+    target = make_target("cuda-sm90", BF16)
+    lengths = [(2100, 300), (1, 1), (0, 40), (8200, 500), (79, 2000), (2049, 1)]
+    assert_gradients_match(target, *packed_call(target, lengths, 128), **MASKS[mask])
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_more_tiles_than_sms(bf16_target, head_dim):
     assert_gradients_match(

@@ -106,9 +106,15 @@ def test_every_backward_case_has_a_label_of_its_own_and_the_tables_a_case_each()
         )  # fmt: skip
         choice = choose_backward(call)
         assert choice["kernel"] == "sm90_backward"
-        tiles.add((choice["tile"]["head_dim"], choice["tile"]["block_m"], bool(c.softcap)))
-    every = {(dim, 64, cap) for dim in (128, 192, 256) for cap in (False, True)}
-    assert tiles == {(64, 64, False), (128, 80, False), *every}
+        tile = choice["tile"]
+        size = tile["head_dim"], tile["block_m"], tile["block_n"]
+        tiles.add((*size, bool(c.softcap), c.seqlens is not None))
+    both = (False, True)
+    every = {
+        (dim, 64, 128, cap, packed) for dim in (128, 192, 256) for cap in both for packed in both
+    }
+    narrow = {(64, 64, 192), (64, 64, 128), (128, 80, 128)}
+    assert tiles == {*((*size, False, packed) for size in narrow for packed in both), *every}
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")

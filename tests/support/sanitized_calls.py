@@ -108,6 +108,7 @@ def gradients() -> Iterator[Case]:
         yield case(heads_kv=1, head_dim=head_dim, seqlens=((3, 3), (7, 7)) * 20, causal=True)
         yield case(1, 65, 130, 2, 1, head_dim, "float16", causal=True)
     yield case(1, 2050, 200, 2, 1)  # blocks of 80 queries
+    yield case(heads_q=2, heads_kv=1, seqlens=((2050, 70), (1, 130)))
     for mask in MASKS.values():  # tiles of 192 keys
         yield case(6, 65, 150, 20, 20, 64, **mask)
         yield case(heads_q=40, heads_kv=40, head_dim=64, seqlens=SEGMENTS, **mask)

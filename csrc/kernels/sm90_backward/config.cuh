@@ -14,8 +14,8 @@ struct BackwardTile {
   int block_n;       // keys, 64 a consumer warpgroup; wide: 64 a thread block
   int stages;        // buffers for Q, and as many for dO
   bool keeps_p;      // P in fp32 until dS; otherwise dS takes P as rounded for dV, without softcap
-  int long_queries;  // serves only dense calls without a left window and with as many queries,
-                     // four times as many if later keys are hidden; 0: all calls
+  int long_queries;  // serves only calls without a left window and with as many queries (packed: in
+                     // the longest sequence), four times as many if later keys are hidden; 0: all
   int step_time;     // relative to that of rows alike but for block_n
   const char* reason;
 
@@ -79,9 +79,8 @@ constexpr int first_backward_tile(int head_dim, bool softcap, int long_queries) 
 }
 
 constexpr int first_backward_tile(const ForwardParams& p) {
-  const bool is_dense = !p.packed() && p.window_left < 0;
   return first_backward_tile(p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v, p.softcap > 0,
-                             is_dense ? p.seqlen_q / (p.window_right < 0 ? 1 : 4) : 0);
+                             p.window_left < 0 ? p.seqlen_q / (p.window_right < 0 ? 1 : 4) : 0);
 }
 
 // How many blocks of `rows` rows a batch has. In a packed batch each sequence starts a block: at
@@ -100,7 +99,8 @@ constexpr int64_t key_tiles(const ForwardParams& p, const BackwardTile& t) {
 }
 
 // The row that serves a call: of the first one and those alike but for block_n, the one whose tiles
-// take the least time on `sms` SMs.
+// take the least time on `sms` SMs. A head that fits in one tile gets one: it may then need no
+// postprocess, see takes_whole_heads.
 constexpr int choose_backward(const ForwardParams& p, int sms) {
   const int first = first_backward_tile(p);
   const auto time = [&](int row) {
@@ -111,7 +111,8 @@ constexpr int choose_backward(const ForwardParams& p, int sms) {
   for (int i = first + 1; first >= 0 && i < kBackwardTileCount; ++i) {
     const BackwardTile &t = kBackwardTiles[i], &other = kBackwardTiles[first];
     const bool alike = t.head_dim == other.head_dim && t.block_m == other.block_m;
-    if (alike && time(i) < time(best)) best = i;
+    const bool splits = p.seqlen_k > t.block_n && p.seqlen_k <= other.block_n;
+    if (alike && !splits && time(i) < time(best)) best = i;
   }
   return best;
 }

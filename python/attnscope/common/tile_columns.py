@@ -25,7 +25,7 @@ COLUMNS = {
     "min_queries": "serves calls with more queries than this",
     "max_queries": "serves calls with at most this many queries, unless causal",
     "max_queries_causal": "serves causal calls with at most this many queries",
-    "long_queries": "serves only dense calls with as many queries, causal with four times as many",
+    "long_queries": "serves only calls with as many queries, causal with four times as many",
     "step_time": "time of a step; of rows alike but for keys, the least rounds x step_time serves",
     "serves_softcap": "serves calls with a softcap; if not, the next row does",
     "groups_heads": "serves calls whose heads of a group share a tile",

@@ -59,13 +59,14 @@ def all_cases(mode: str = "forward") -> Iterator[Case]:
         for options in MASKS.values():  # eight query heads of a key head, one after the other
             yield case(2, 512, 512, 8, 1, 128, **options)
         # Tiles of 192 keys: more than fit the SMs at once, and a dQ that is not zeroed before.
-        for options in MASKS.values():
-            yield case(24, 300, 300, 8, 8, 64, **options)
+        for name in ("full", "window", "narrow"):
+            yield case(24, 300, 300, 8, 8, 64, **MASKS[name])
         yield case(heads_q=8, heads_kv=8, seqlens=PACKED[0] * 4, head_dim=64, causal=True)
         # Blocks of 80 queries: several tiles a thread block, the last block not full.
         yield case(2, 2048, 1100, 20, 10)
         yield case(1, 2100, 700, 4, 2, 96, "float16")
         yield case(1, 8192, 1300, 2, 1, causal=True)
+        yield case(seqlens=((2100, 300), (1, 1), (0, 40), (79, 2000), (2049, 1)))
         return
     # Two heads in a tile, and an odd number of them.
     for options in MASKS.values():
