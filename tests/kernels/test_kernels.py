@@ -368,7 +368,7 @@ def test_the_command_shows_the_tile_of_a_call():
     assert "108 SMs of compute capability 8.0" in portable.output
     backward = run(*options, "--backward")
     assert backward.output.startswith("sm90_backward, tile 64x128 at head dim 64: least rounds")
-    assert "4,096 tiles of up to 192 keys, 132 thread blocks" in backward.output
+    assert "4,096 tiles of up to 128 keys, 132 thread blocks" in backward.output
     portable = run("--head-dim", "64", "--seq-len", "128", "--arch", "sm80", "--backward")
     assert "not sm90_backward: the device has compute capability 8.0" in portable.output
     packed = run("--head-dim", "64", "--seq-len", "128", "--packed", "--arch", "sm90")
