@@ -3,12 +3,11 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
-#include <sstream>
 #include <string>
-#include <type_traits>
 
 #include "attn/score_scales.h"
 #include "binding/forward.h"
+#include "binding/json_object.h"
 #include "kernels/sm80_backward/config.cuh"
 #include "kernels/sm80_forward/config.cuh"
 #include "kernels/sm90_backward/config.cuh"
@@ -16,39 +15,6 @@
 
 namespace attnscope::binding {
 namespace {
-
-// A JSON object, field by field. Strings must need no escapes; a null pointer is null.
-class JsonObject {
- public:
-  template <class Value>
-  JsonObject& add(const char* name, const Value& value) {
-    json_ << (json_.tellp() > 0 ? ", " : "") << '"' << name << "\": ";
-    if constexpr (std::is_same_v<Value, bool>) {
-      json_ << (value ? "true" : "false");
-    } else if constexpr (std::is_integral_v<Value>) {
-      json_ << value;
-    } else if constexpr (std::is_same_v<Value, JsonObject>) {
-      json_ << value.text();
-    } else {
-      const char* const text = value;
-      if (text == nullptr) {
-        json_ << "null";
-      } else {
-        json_ << '"' << text << '"';
-      }
-    }
-    return *this;
-  }
-  // A bound on queries: null where there is none.
-  JsonObject& add_bound(const char* name, int queries) {
-    if (queries == sm90::kAnyQueries) return add(name, static_cast<const char*>(nullptr));
-    return add(name, queries);
-  }
-  std::string text() const { return "{" + json_.str() + "}"; }
-
- private:
-  std::ostringstream json_;
-};
 
 JsonObject describe(const sm80::ForwardTile& t) {
   JsonObject json;
@@ -86,8 +52,8 @@ JsonObject describe(const sm90::ForwardTile& t) {
       .add("shared_bytes", t.shared_bytes())
       .add("blocks_per_sm", t.blocks_per_sm)
       .add("min_queries", t.min_queries)
-      .add_bound("max_queries", t.max_queries)
-      .add_bound("max_queries_causal", t.max_queries_causal)
+      .add_unless("max_queries", t.max_queries, sm90::kAnyQueries)
+      .add_unless("max_queries_causal", t.max_queries_causal, sm90::kAnyQueries)
       .add("groups_heads", t.takes_groups)
       .add("grouped_only", t.grouped_only())
       .add("reason", t.reason);

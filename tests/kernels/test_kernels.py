@@ -439,9 +439,7 @@ def test_a_backward_launch_is_the_kernel_and_the_grid_of_the_choice(name, varian
         changes["capability"] = 100
     choice = kernels.choose_backward(call._replace(**changes))
     (kernel,) = (e for e in found if kernels.symbol_matches(e["name"], choice["tile"]))
-    tiles_of_a_head = -(-call.seqlen_k // choice["tile"]["block_n"])
-    # Hopper: a thread block with a whole head needs no postprocess.
-    assert len(found) == (2 if variant == 90 and tiles_of_a_head == 1 else 3)
+    assert len(found) == 3
     check_launch(kernel, choice)
 
 

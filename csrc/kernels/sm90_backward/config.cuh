@@ -16,7 +16,7 @@ struct BackwardTile {
   bool keeps_p;      // P in fp32 until dS; otherwise dS takes P as rounded for dV, without softcap
   int long_queries;  // serves only calls without a left window and with as many queries (packed: in
                      // the longest sequence), four times as many if later keys are hidden; 0: all
-  int step_time;     // relative to that of rows alike but for block_n
+  int step_time;     // of a step, relative to rows alike but for block_n
   const char* reason;
 
   // Head dims that wide.cuh serves, by clusters of thread blocks.
