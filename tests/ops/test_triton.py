@@ -27,7 +27,7 @@ from compiled_triton import Compiled, compile_kernel  # noqa: E402
 
 from attnscope import attention  # noqa: E402
 from attnscope.triton import forward as op  # noqa: E402
-from attnscope.triton.forward_kernel import forward_kernel  # noqa: E402
+from attnscope.triton.forward_kernel import triton_forward  # noqa: E402
 
 
 @pytest.mark.long
@@ -57,7 +57,7 @@ def compile_for(arch: int, head_dim: int, head_dim_v: int, **flags: Any) -> Comp
         constants |= {"cu_seqlens_q": None, "cu_seqlens_k": None}
     pointers = {"lse": "*fp32", "cu_seqlens_q": "*i32", "cu_seqlens_k": "*i32"}
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return compile_kernel(forward_kernel, arch, pointers, constants, options)
+    return compile_kernel(triton_forward, arch, pointers, constants, options)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -103,7 +103,7 @@ def test_cpu_tensors_are_refused_with_the_way_out():
 def test_launch_arguments_are_in_the_order_of_the_kernel():
     q = torch.zeros(2, 100, 4, 72, dtype=torch.half)
     launch = op.plan_launch(q, q[:, :, :2], q[:, :, :2, :40], scale=0.5, causal=True)
-    names = forward_kernel.arg_names
+    names = triton_forward.arg_names
     tensors, numbers = names[:7], names[7 : 7 + len(launch.numbers)]
     assert tensors == ["q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k"]
     assert names[7 + len(launch.numbers) :] == list(launch.constants)

@@ -45,7 +45,7 @@ def compile_for(arch: int, kind: str, head_dim: int, head_dim_v: int, **flags: A
         constants |= {"cu_seqlens_q": None, "cu_seqlens_k": None}
     pointers = {"stats": "*fp32", "cu_seqlens_q": "*i32", "cu_seqlens_k": "*i32"}
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    kernel = kernels.dq_kernel if kind == "dq" else kernels.dkdv_kernel
+    kernel = kernels.backward_dq if kind == "dq" else kernels.backward_dkdv
     return compile_kernel(kernel, arch, pointers, constants, options)
 
 
@@ -56,7 +56,7 @@ def compile_for(arch: int, kind: str, head_dim: int, head_dim_v: int, **flags: A
 def test_hopper_code(kind, head_dim, causal):
     code = compile_for(90, kind, head_dim, head_dim, HAS_RIGHT=causal)
     assert len(code.in_loops("HGMMA")) >= 12
-    # dkdv_kernel at head dim 128 has no register to spare: some versions of Triton reload a few
+    # backward_dkdv at head dim 128 has no register to spare: some versions of Triton reload a few
     # values that the loop does not change.
     most = 20 if (kind, head_dim) == ("dkdv", 128) else 0
     assert code.count("LDL") <= most and code.count("STL") <= most
@@ -86,7 +86,7 @@ def test_statistics_compile(head_dim_v):
     constants = {"PACKED": True, "HAS_DLSE": True, "DV": head_dim_v, "BLOCK_M": block}
     pointers = dict.fromkeys(("lse", "dlse", "stats"), "*fp32") | {"cu_seqlens_q": "*i32"}
     code = compile_kernel(
-        kernels.stats_kernel, 90, pointers, constants | {"BLOCK_DV": head_dim_v}, {"num_warps": 4}
+        kernels.backward_stats, 90, pointers, constants | {"BLOCK_DV": head_dim_v}, {"num_warps": 4}
     )
     assert code.count("LDL") == 0
     wide = [text for _, text in code.sass if "LDG.E.128" in text]
@@ -118,7 +118,9 @@ def test_launch_arguments_are_in_the_order_of_the_kernels():
     k, v, dout = q[:, :, :2], q[:, :, :2, :40], q[..., :40]
     launches = op.plan_launches(dout, q, k, v, has_dlse=True, **OPTIONS)
     for kernel, launch in zip(
-        (kernels.stats_kernel, kernels.dq_kernel, kernels.dkdv_kernel), launches[:3], strict=True
+        (kernels.backward_stats, kernels.backward_dq, kernels.backward_dkdv),
+        launches[:3],
+        strict=True,
     ):
         names = kernel.arg_names
         first = len(names) - len(launch.constants) - len(launch.numbers)

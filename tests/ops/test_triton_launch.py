@@ -74,7 +74,7 @@ def test_the_second_call_of_a_kind_launches_what_the_first_found(jit):
     assert grid == grid_again == (8, 1, 1) and stream == 7
     pointers = [t.data_ptr() for t in (k, v, q, out, lse)]
     assert list(second[:7]) == [*pointers, 0, 0]
-    names = op.forward_kernel.arg_names
+    names = op.triton_forward.arg_names
     assert len(second) == len(names)
     assert second[7 : len(first)] == first[7:]
     found = dict(zip(names[len(first) :], second[len(first) :], strict=True))
@@ -107,7 +107,7 @@ def test_other_lengths_and_scales_run_the_same_kernel_with_other_numbers(jit):
     launch(*tensors(), scale=0.5)
     assert jit.ways == ["searched", "cached", "cached"]
     assert jit.calls[1][1] == (16, 1, 1)
-    scale = op.forward_kernel.arg_names.index("outer_scale")
+    scale = op.triton_forward.arg_names.index("outer_scale")
     assert jit.calls[2][2][scale] == pytest.approx(2 * jit.calls[0][2][scale])
 
 

@@ -16,7 +16,7 @@ from attnscope import ops, ranges
 from attnscope.argument_checks import TRITON_DTYPES, check_backward
 from attnscope.schemas import TRITON_BACKWARD
 from attnscope.triton import plan
-from attnscope.triton.backward_kernel import STATS_BLOCK, dkdv_kernel, dq_kernel, stats_kernel
+from attnscope.triton.backward_kernel import STATS_BLOCK, backward_dkdv, backward_dq, backward_stats
 from attnscope.triton.interpreter import INTERPRETED
 from attnscope.triton.launcher import KernelCache
 from attnscope.triton.plan import Launch, Tile
@@ -125,7 +125,7 @@ def plan_launches(
     of_dq, of_dkdv = tiles(head_dim, head_dim_v, plan.is_large(q.device))
     dq = launch(of_dq, heads_q, -(-seqlen_q // of_dq.block_m), "q", of_dq.block_m)
     dkdv = launch(of_dkdv, heads_kv, -(-seqlen_k // of_dkdv.block_n), "k", of_dkdv.block_n)
-    # dkdv_kernel loads the statistics of a step that it does not take: those of another head.
+    # backward_dkdv loads the statistics of a step that it does not take: those of another head.
     return Launches(stats, dq, dkdv, 2 * stats_size + stats_rows + 2 * _PADDED_ROWS)
 
 
@@ -173,7 +173,7 @@ def backward(
     launches = plan_launches(*tensors[:4], **options)
     stats = q.new_empty(launches.workspace, dtype=torch.float32)
     calls = _calls(launches, tensors, cu_seqlens, stats, gradients)
-    kernels = (stats_kernel, dq_kernel, dkdv_kernel)
+    kernels = (backward_stats, backward_dq, backward_dkdv)
     for kernel, (launch, arguments) in zip(kernels, calls, strict=True):
         if guard_or_false(launch.programs == 0):
             continue
@@ -195,7 +195,7 @@ class _Plan(NamedTuple):
 
 _MAX_PLANS = 4096
 _PLANS: dict[Any, _Plan] = {}
-_KERNELS = tuple(KernelCache(kernel) for kernel in (stats_kernel, dq_kernel, dkdv_kernel))
+_KERNELS = tuple(KernelCache(kernel) for kernel in (backward_stats, backward_dq, backward_dkdv))
 
 
 def _backward_cuda(*tensors: Tensor | None, **options: Any) -> Gradients:

@@ -2,8 +2,8 @@
 
 Problem   the gradients of forward_kernel.py: same masks, packing and head dims. P is computed again
           from the scores and lse. No atomics: each gradient is written once, by one program.
-Work      dq_kernel: one program per BLOCK_M query rows of a head, a loop over their keys.
-          dkdv_kernel: one program per BLOCK_N keys of a key head, a loop over the query rows that
+Work      backward_dq: one program per BLOCK_M query rows of a head, a loop over their keys.
+          backward_dkdv: one program per BLOCK_N keys of a key head, a loop over the query rows that
           see them, for each query head of the group. Both compute S and dP: 7 products, not 5.
 Loop      one loop over all blocks; a branch masks those where a mask or the sequence ends. The
           pipeline never drains, and fewer registers spill than with a loop per kind of block.
@@ -61,7 +61,7 @@ STATS_INTEGERS = """
 
 
 @triton.jit(repr=_stats_symbol, do_not_specialize=STATS_INTEGERS)
-def stats_kernel(
+def backward_stats(
     out, dout, lse, dlse, stats, cu_seqlens_q,
     do_batch, do_row, do_head, total_q, seqlen_q, heads_q, blocks, stats_rows, stats_size,
     PACKED: tl.constexpr, HAS_DLSE: tl.constexpr, DV: tl.constexpr,
@@ -87,7 +87,7 @@ def stats_kernel(
         row, at = batch * seqlen_q + o_m, (batch * heads_q + head) * seqlen_q + o_m
     p_o = out + (row[:, None] * heads_q + head) * DV + o_dv[None, :]
     p_do = dout + batch * do_batch * 8 + head * do_head * 8
-    p_do += (first_q + o_m)[:, None] * (do_row.to(tl.int64) * 8) + o_dv[None, :]
+    p_do += (first_q + o_m)[:, None] * (tl.cast(do_row, tl.int64) * 8) + o_dv[None, :]
     b_o = tl.load(p_o, mask=mask, other=0.0).to(tl.float32)
     b_do = tl.load(p_do, mask=mask, other=0.0).to(tl.float32)
     b_delta = tl.sum(b_o * b_do, 1)
@@ -220,7 +220,7 @@ INTEGERS = """
 
 
 @triton.jit(repr=_symbol("dq"), do_not_specialize=INTEGERS)
-def dq_kernel(
+def backward_dq(
     q, k, v, dout, stats, dq, cu_seqlens_q, cu_seqlens_k,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     do_batch, do_row, do_head,
@@ -230,12 +230,12 @@ def dq_kernel(
     D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """dq is contiguous. SCORES and the score scales as in forward_kernel, without "scaled"."""
+    """dq is contiguous. SCORES and the score scales as in triton_forward, without "scaled"."""
     # torch.compile passes Python floats as fp64.
     scale, inner_scale = tl.full((), scale, tl.float32), tl.full((), inner_scale, tl.float32)
     cap, outer_scale = tl.full((), cap, tl.float32), tl.full((), outer_scale, tl.float32)
-    q_row, k_row = q_row.to(tl.int64), k_row.to(tl.int64)
-    v_row, do_row = v_row.to(tl.int64), do_row.to(tl.int64)
+    q_row, k_row = tl.cast(q_row, tl.int64), tl.cast(k_row, tl.int64)
+    v_row, do_row = tl.cast(v_row, tl.int64), tl.cast(do_row, tl.int64)
     stats_rows = stats_rows // STATS_BLOCK * STATS_BLOCK
     stats_size = stats_size // STATS_BLOCK * STATS_BLOCK
     i_bh, i_m = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -292,7 +292,7 @@ def dq_kernel(
 
 
 @triton.jit(repr=_symbol("dkdv"), do_not_specialize=INTEGERS)
-def dkdv_kernel(
+def backward_dkdv(
     q, k, v, dout, stats, dk, dv, cu_seqlens_q, cu_seqlens_k,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     do_batch, do_row, do_head,
@@ -302,11 +302,11 @@ def dkdv_kernel(
     D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv are contiguous; the rest as in dq_kernel."""
+    """dk and dv are contiguous; the rest as in backward_dq."""
     scale, inner_scale = tl.full((), scale, tl.float32), tl.full((), inner_scale, tl.float32)
     cap, outer_scale = tl.full((), cap, tl.float32), tl.full((), outer_scale, tl.float32)
-    q_row, k_row = q_row.to(tl.int64), k_row.to(tl.int64)
-    v_row, do_row = v_row.to(tl.int64), do_row.to(tl.int64)
+    q_row, k_row = tl.cast(q_row, tl.int64), tl.cast(k_row, tl.int64)
+    v_row, do_row = tl.cast(v_row, tl.int64), tl.cast(do_row, tl.int64)
     stats_rows = stats_rows // STATS_BLOCK * STATS_BLOCK
     stats_size = stats_size // STATS_BLOCK * STATS_BLOCK
     heads_kv = heads_q // group

@@ -17,7 +17,7 @@ from attnscope import ops, ranges
 from attnscope.argument_checks import TRITON_DTYPES, check_forward
 from attnscope.schemas import TRITON_FORWARD
 from attnscope.triton import backward, plan
-from attnscope.triton.forward_kernel import forward_kernel
+from attnscope.triton.forward_kernel import triton_forward
 from attnscope.triton.interpreter import INTERPRETED
 from attnscope.triton.launcher import KernelCache
 from attnscope.triton.plan import Launch, Tile
@@ -118,7 +118,7 @@ def forward(
     launch = plan_launch(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
     if guard_or_false(launch.programs == 0):
         return out.to(dtype), lse
-    kernel = forward_kernel if INTERPRETED else torch.library.wrap_triton(forward_kernel)
+    kernel = triton_forward if INTERPRETED else torch.library.wrap_triton(triton_forward)
     kernel[(launch.programs,)](
         q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *launch.numbers,
         **launch.constants, **launch.options,
@@ -136,7 +136,7 @@ class _Plan(NamedTuple):
 
 _MAX_PLANS = 4096
 _PLANS: dict[Any, _Plan] = {}
-_KERNELS = KernelCache(forward_kernel)
+_KERNELS = KernelCache(triton_forward)
 
 
 def _forward_cuda(

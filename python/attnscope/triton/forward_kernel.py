@@ -145,6 +145,8 @@ def _attend(
     return b_o, b_m, b_l
 
 
+# torch.compile needs the function's name in the symbol: else it takes all tensors for written, and
+# copies those that are read later.
 def _symbol(specialization: Any) -> str:
     constants, dtype = specialization.constants, specialization.signature["q"].lstrip("*")
     mask = "causal_or_right" if constants["HAS_RIGHT"] else "full"
@@ -161,7 +163,7 @@ _INTEGERS = """
 
 
 @triton.jit(repr=_symbol, do_not_specialize=_INTEGERS)
-def forward_kernel(
+def triton_forward(
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     total_q, total_k, seqlen_q, seqlen_k, heads_q, group, blocks_m,
@@ -180,7 +182,9 @@ def forward_kernel(
     inner_scale = tl.full((), inner_scale, tl.float32)
     cap = tl.full((), cap, tl.float32)
     outer_scale = tl.full((), outer_scale, tl.float32)
-    q_row, k_row, v_row = q_row.to(tl.int64) * 8, k_row.to(tl.int64) * 8, v_row.to(tl.int64) * 8
+    # Not q_row.to(): where torch.compile looks for the tensors that are written, it is an int.
+    q_row, k_row = tl.cast(q_row, tl.int64) * 8, tl.cast(k_row, tl.int64) * 8
+    v_row = tl.cast(v_row, tl.int64) * 8
     i_bh, i_m = tl.program_id(0) // blocks_m, tl.program_id(0) % blocks_m
     if HAS_RIGHT:
         i_m = blocks_m - 1 - i_m  # longest first: short tiles balance the tail

@@ -68,7 +68,8 @@ def _attnscope(symbol: str, match: re.Match[str]) -> str:
     arch, op, dtype, sizes = match.groups()
     parts = op.split("_")
     if {"backward", "preprocess", "postprocess"} & set(parts):
-        parts = ["backward", *(part for part in parts if part != "backward")]
+        wide = ["wide"] if "WideConfig<" in symbol else []
+        parts = ["backward", *wide, *(part for part in parts if part not in ("backward", "wide"))]
     tile = [f"{letter}{size}" for letter, size in zip("DMN", _ints(sizes or ""), strict=False)]
     if len(tile) == 1 and tile[0] in _TILE_ROWS:
         tile = [f"tile {tile[0][1:]}"]
@@ -117,6 +118,8 @@ def _fa2(symbol: str, match: re.Match[str]) -> str:
     if traits is None:
         return name
     name = _words(name, _dtype(traits[4]), f"D{traits[1]}", f"tile {traits[2]}x{traits[3]}")
+    if "dot_do_o_kernel<false" in symbol:  # deterministic: dQ is zeroed elsewhere
+        return f"{name} keeps dQ"
     # The combine kernel has a row block and log2 of the most splits in place of the flags.
     if splits := re.search(r" >, \d+, (\d+), (?:true|false)>", symbol):
         return f"{name} {2 ** int(splits[1])} splits"
