@@ -146,7 +146,7 @@ struct BackwardArguments {
   float* statistics;
   float* gradient;
   int* tickets;  // null unless deterministic
-  int* claims;   // null above head dim 128, or if heads are whole; see claims.cuh
+  int* claims;   // null if the preprocess zeroes dQ, or if heads are whole; see claims.cuh
   int* counter;
 };
 
