@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from attnscope.timeline import layout
-from attnscope.timeline.layout import CONSUMER, PRODUCER, QUERIES, ROWS, SCHEDULER, WORDS
+from attnscope.timeline import forward, layout
+from attnscope.timeline.forward import CONSUMER, FORWARD, PRODUCER, QUERIES, ROWS, SCHEDULER
+from attnscope.timeline.layout import WORDS
 from attnscope.timeline.recording import Recording, rows_of_block
 
 TILE = {
@@ -54,7 +55,7 @@ class Buffer:
 
     def put(self, lane: int, part: str, number: int, mark: str, cycles: int | None = None) -> None:
         """The lane is in this state from now on, for `cycles`."""
-        states = getattr(layout, f"{layout.role_of(lane).upper()}_{part.upper()}")
+        states = getattr(forward, f"{FORWARD.role_of(lane).upper()}_{part.upper()}")
         word = [state.mark for state in states].index(mark)
         self.rows[self.row(lane, part, number), word] = ORIGIN + self.cycles[lane] & 0xFFFFFFFF
         self.cycles[lane] += CYCLES.get(mark, 10) if cycles is None else cycles
@@ -84,7 +85,7 @@ def consume(b: Buffer, lane: int, blocks: list[int], skipped: list[int]) -> None
         for name in (*ALWAYS[:4], *(FIRST_BLOCK if own else ())):
             b.put(lane, "tile", tile, name)
         for step in range(skip + 1, count):
-            for state in layout.CONSUMER_STEP:
+            for state in forward.CONSUMER_STEP:
                 if state.mark == "RaiseMaximum" and step != RAISED:
                     continue
                 raised = state.mark == "Softmax" and step == RAISED
@@ -114,7 +115,7 @@ def produce(b: Buffer, blocks: list[int]) -> None:
 
 def load_queries(b: Buffer, blocks: list[int]) -> None:
     for tile in range(len(blocks)):
-        for state in layout.QUERIES_TILE:
+        for state in forward.QUERIES_TILE:
             b.put(QUERIES, "tile", tile, state.mark)
     b.put(QUERIES, "tile", len(blocks), "AwaitTile")
     b.finish(QUERIES, len(blocks), 0)
@@ -122,7 +123,7 @@ def load_queries(b: Buffer, blocks: list[int]) -> None:
 
 def schedule(b: Buffer, blocks: list[int], tile_size: dict[str, int]) -> None:
     for tile in range(len(blocks) + 1):  # the last request finds no tile
-        for state in layout.SCHEDULER_TILE:
+        for state in forward.SCHEDULER_TILE:
             if state.mark not in ("Take", "AwaitSlot") or tile > 0:
                 b.put(SCHEDULER, "tile", tile, state.mark)
     for tile, count in enumerate(blocks):

@@ -21,11 +21,17 @@ from typer.testing import CliRunner
 from attnscope import cli
 from attnscope._load import PACKAGE
 from attnscope.bench.workloads import Workload
-from attnscope.timeline import layout, library
-from attnscope.timeline.analysis import analyse, costs, overlap, step_floors
+from attnscope.timeline import forward, layout, library
+from attnscope.timeline.analysis import analyse, overlap
 from attnscope.timeline.command import block_numbers
 from attnscope.timeline.drawing import draw_block, windows
-from attnscope.timeline.layout import CONSUMER, PRODUCER, QUERIES, SCHEDULER
+from attnscope.timeline.forward import (
+    CONSUMER,
+    FORWARD,
+    PRODUCER,
+    QUERIES,
+    SCHEDULER,
+)
 from attnscope.timeline.recording import Recording, Track
 from attnscope.timeline.trace import in_flight, write_trace
 
@@ -35,18 +41,18 @@ MARKS = (ROOT / "csrc/kernels/sm90_forward/marks.cuh").read_text()
 
 def labels(track: Track) -> list[str]:
     part = ("tile.", "step.")
-    return [part[c // layout.WORDS] + layout.STATES[track.role][c].mark for c in track.codes]
+    return [part[c // layout.WORDS] + FORWARD.states[track.role][c].mark for c in track.codes]
 
 
 @pytest.mark.parametrize(
     ("struct", "states"),
     [
-        ("SchedulerTile", layout.SCHEDULER_TILE),
-        ("ProducerTile", layout.PRODUCER_TILE),
-        ("ProducerStep", layout.PRODUCER_STEP),
-        ("QueriesTile", layout.QUERIES_TILE),
-        ("ConsumerTile", layout.CONSUMER_TILE),
-        ("ConsumerStep", layout.CONSUMER_STEP),
+        ("SchedulerTile", forward.SCHEDULER_TILE),
+        ("ProducerTile", forward.PRODUCER_TILE),
+        ("ProducerStep", forward.PRODUCER_STEP),
+        ("QueriesTile", forward.QUERIES_TILE),
+        ("ConsumerTile", forward.CONSUMER_TILE),
+        ("ConsumerStep", forward.CONSUMER_STEP),
     ],
 )
 def test_states_are_those_of_the_kernel(struct, states):
@@ -56,7 +62,7 @@ def test_states_are_those_of_the_kernel(struct, states):
     assert [name for name, _ in names[: notes[0]]] == [state.mark for state in states]
     if struct == "SchedulerTile":
         snake = [re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower() for name, _ in names[notes[0] :]]
-        assert tuple(snake) == layout.TILE_NOTES
+        assert tuple(snake) == forward.TILE_NOTES
         assert names[notes[0]][1] == f" = {layout.NOTES}"
     assert len(states) <= layout.WORDS
 
@@ -80,7 +86,7 @@ FIRST_BLOCK = [f"tile.{mark}" for mark in marks.FIRST_BLOCK]
 LAST_OUTPUT = [f"tile.{mark}" for mark in marks.LAST_OUTPUT]
 BEFORE = ["tile.AwaitTile", "tile.Prepare", "tile.AwaitQ", "tile.SkipFirst"]
 AFTER = ["tile.SkipLast", "tile.Epilogue"]
-RAISED_STEP = [f"step.{state.mark}" for state in layout.CONSUMER_STEP]
+RAISED_STEP = [f"step.{state.mark}" for state in forward.CONSUMER_STEP]
 STEP = [name for name in RAISED_STEP if name != "step.RaiseMaximum"]
 
 
@@ -104,10 +110,10 @@ def test_every_state_is_read_in_the_order_and_for_the_time_it_was_in():
 def test_a_new_maximum_may_come_after_the_wait_for_k():
     made = marks.recording([[1, 5]], consumers=3, block_n=64)
     before = made.track(0, CONSUMER)
-    steps, at_k, at_output = made.steps[0, CONSUMER], layout.AWAIT_K, layout.AWAIT_K + 1
-    (row,) = steps[np.flatnonzero(steps[:, layout.RAISE_MAXIMUM])]
-    row[at_k], row[layout.RAISE_MAXIMUM] = row[layout.RAISE_MAXIMUM], int(row[at_output]) - 7
-    steps[np.flatnonzero(steps[:, layout.RAISE_MAXIMUM])] = row
+    steps, at_k, at_output = made.steps[0, CONSUMER], forward.AWAIT_K, forward.AWAIT_K + 1
+    (row,) = steps[np.flatnonzero(steps[:, forward.RAISE_MAXIMUM])]
+    row[at_k], row[forward.RAISE_MAXIMUM] = row[forward.RAISE_MAXIMUM], int(row[at_output]) - 7
+    steps[np.flatnonzero(steps[:, forward.RAISE_MAXIMUM])] = row
     after = made.track(0, CONSUMER)
     assert (after.codes != before.codes).sum() == 2
     (at,) = np.flatnonzero(after.of("step.RaiseMaximum"))
@@ -117,19 +123,19 @@ def test_a_new_maximum_may_come_after_the_wait_for_k():
         "step.AwaitOutput",
     ]
     assert after.cycles[at] == 7
-    assert len(costs(after)["step_raised"]) == 1
+    assert len(FORWARD.costs(after)["step_raised"]) == 1
 
 
 def test_blocks_that_only_others_see_have_no_marks_of_their_own():
     made = marks.recording([[1, 5]], consumers=3, block_n=64)
-    assert made.key_blocks(0).tolist() == [1, 5]
-    assert made.own_blocks(0).tolist() == [[0, 0, 1], [3, 4, 5]]
+    assert made.steps_of_tiles(0).tolist() == [1, 5]
+    assert made.own_steps(0).tolist() == [[0, 0, 1], [3, 4, 5]]
     track = made.track(0, CONSUMER)
     second = [*BEFORE, *FIRST_BLOCK, *RAISED_STEP, *STEP, *LAST_OUTPUT, *AFTER]
     assert labels(track) == [*BEFORE, *AFTER, *second, "tile.AwaitTile"]
     # Counted from the tile's first block, so that all consumers have the same number.
     assert track.step[6:].tolist() == [-1] * 4 + [2] * 5 + [3] * 9 + [4] * 8 + [-1] * 5 + [-1]
-    found = costs(track)
+    found = FORWARD.costs(track)
     assert found["begin"].tolist() == [6 * 10 + 300 + 500] and found["end"].tolist() == [60]
     assert found["epilogue"].tolist() == [400] and found["between"].tolist() == [10, 10, 10]
     assert (len(found["step"]), len(found["step_raised"])) == (0, 1)  # from the second block on
@@ -145,9 +151,9 @@ def test_own_blocks_are_those_that_a_row_of_the_consumer_sees():
     made = marks.recording([[3]], consumers=4, block_n=64)
     units = [layout.NOTES + 2, layout.NOTES + 7]
     made.tiles[0, SCHEDULER, 0, units] = 130, 132  # two consumers with rows
-    assert made.own_blocks(0).tolist() == [[127, 128, 0, 0]]
+    assert made.own_steps(0).tolist() == [[127, 128, 0, 0]]
     made.facts["workload"] = made.facts["workload"] | {"causal": False}
-    assert made.own_blocks(0).tolist() == [[128, 128, 0, 0]]
+    assert made.own_steps(0).tolist() == [[128, 128, 0, 0]]
 
 
 def test_units_of_the_heads_of_a_key_head_share_tiles():
@@ -155,7 +161,7 @@ def test_units_of_the_heads_of_a_key_head_share_tiles():
     made.facts["workload"] = made.facts["workload"] | {"heads_kv": 2}
     units = [layout.NOTES + 2, layout.NOTES + 7]
     made.tiles[0, SCHEDULER, 0, units] = 261, 264  # the last of row 8320, both of row 8384
-    assert made.own_blocks(0).tolist() == [[127, 128, 128, 0]]
+    assert made.own_steps(0).tolist() == [[127, 128, 128, 0]]
 
 
 def test_own_blocks_of_rows_that_are_heads_of_a_query():
@@ -163,16 +169,16 @@ def test_own_blocks_of_rows_that_are_heads_of_a_query():
     made.facts["tile"] = made.facts["tile"] | {"heads": 4}
     made.tiles[0, SCHEDULER, 0, [layout.NOTES + 2, layout.NOTES + 7]] = 4 * 8336 // 64, 523
     seen = 8336 + 16 - 256, 8336 + 32 - 256  # by the last query of each consumer
-    assert made.own_blocks(0).tolist() == [[-(-keys // 64) for keys in seen]]
+    assert made.own_steps(0).tolist() == [[-(-keys // 64) for keys in seen]]
 
 
 def test_own_blocks_of_heads_with_rows_of_their_own():
     made = marks.recording([[3]], consumers=2, block_n=64)
-    blocks = made.own_blocks(0)[0, 0]
+    blocks = made.own_steps(0)[0, 0]
     made.facts["tile"] = made.facts["tile"] | {"heads_per_tile": 2}
-    assert made.own_blocks(0).tolist() == [[blocks, blocks]]  # the same rows of two heads
+    assert made.own_steps(0).tolist() == [[blocks, blocks]]  # the same rows of two heads
     made.facts["workload"] = made.facts["workload"] | {"heads_q": 1}
-    assert made.own_blocks(0).tolist() == [[blocks, 0]]
+    assert made.own_steps(0).tolist() == [[blocks, 0]]
 
 
 def test_a_block_that_came_too_late_for_a_tile_waited():
@@ -205,7 +211,7 @@ def test_the_scheduler_notes_what_tiles_are():
         *(f"tile.{name}" for name in ("AwaitRequest", "Take", "AwaitSlot", "Hand")),
     ]
     assert made.notes(0).tolist() == [[0, 0, 6, 0, 2, 0, 99, 8], [1, 0, 4, 0, 1, 0, 99, 6]]
-    assert made.key_blocks(0).tolist() == [2, 1]
+    assert made.steps_of_tiles(0).tolist() == [2, 1]
 
 
 def test_clock_and_place_come_from_the_rows_of_the_blocks():
@@ -302,9 +308,9 @@ def track_of(*spans: tuple[str, int], begin: int = 0) -> Track:
     """A consumer's track: states and their durations."""
     names, cycles = zip(*spans, strict=True)
     at = begin + np.concatenate([[0], np.cumsum(cycles)])
-    code = np.concatenate([layout.codes("consumer", name) for name in names])
+    code = np.concatenate([FORWARD.codes("consumer", name) for name in names])
     zero = np.zeros(len(names), np.int32)
-    return Track(CONSUMER, code, at[:-1], at[1:], zero, zero)
+    return Track(FORWARD, CONSUMER, code, at[:-1], at[1:], zero, zero)
 
 
 def test_overlap_counts_products_in_flight_and_softmax():
@@ -321,7 +327,7 @@ def test_overlap_counts_products_in_flight_and_softmax():
 
 def test_costs_of_steps_and_tiles():
     track = marks.recording([[5, 2]]).track(0, CONSUMER)
-    found = {name: cycles.tolist() for name, cycles in costs(track).items()}
+    found = {name: cycles.tolist() for name, cycles in FORWARD.costs(track).items()}
     usual = 4 * 10 + 300 + 500 + 40 + 20
     assert found["step"] == [usual, usual]
     assert found["step_raised"] == [usual - 500 + 30 + 10]
@@ -332,7 +338,7 @@ def test_costs_of_steps_and_tiles():
 
 
 def test_floors_are_the_throughputs_of_the_sm():
-    assert step_floors(marks.TILE) == {"tensor_cores": 2048, "exponentials": 1024}
+    assert FORWARD.step_floors(marks.TILE) == {"tensor_cores": 2048, "exponentials": 1024}
 
 
 def test_the_analysis_is_json_and_its_shares_add_up():
@@ -350,7 +356,7 @@ def test_the_analysis_is_json_and_its_shares_add_up():
 
 def test_products_in_flight_end_where_they_are_waited_for():
     track = marks.recording([[3]]).track(0, CONSUMER)
-    scores, output = in_flight(track, "scores"), in_flight(track, "output")
+    scores, output = in_flight(track, "S"), in_flight(track, "P V")
     assert [end - begin for begin, end in scores] == [310, 330, 330]
     assert [end - begin for begin, end in output] == [10 + 300 + 500 + 10 + 40] * 2 + [50]
     assert scores[1][0] + 20 == output[0][0]
@@ -505,7 +511,7 @@ def test_the_instrumented_kernel_compiles_and_spills_little(built):
     kernels = [u for u in usage if "forward_kernel" in u["kernel"]]
     tiles = [t for t in json.loads(torch.ops.attnscope.kernels()) if t["kernel"] == "sm90_forward"]
     for tile in tiles:
-        assert library.usage_of(usage, tile)["spill_store_bytes"] <= 128
+        assert library.usage_of(usage, tile, "forward")["spill_store_bytes"] <= 128
     assert len(kernels) == len(tiles)
     assert seconds < 120  # parallel to other tests; 20 s alone
 
@@ -527,7 +533,7 @@ def test_the_tile_of_a_call_has_what_a_recording_needs():
 def test_the_instrumented_library_refuses_another_tile(built):
     """The sources' tile table may differ from the installed build's; the launch compares them."""
     assert b"the sources choose another tile than the installed build" in built[0].read_bytes()
-    assert library.Instrumented(built[0]) is not None  # it exports what Python calls
+    assert library.InstrumentedForward(built[0]) is not None  # it exports what Python calls
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ from timeline_shapes import SHAPES
 from attnscope.bench.workloads import Workload
 from attnscope.timeline import layout, library, session
 from attnscope.timeline.analysis import analyse
-from attnscope.timeline.layout import CONSUMER
+from attnscope.timeline.forward import CONSUMER, heads_together
 from attnscope.timeline.recording import Recording
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
@@ -57,7 +57,7 @@ def test_every_tile_with_keys_is_recorded_once_with_its_key_blocks(recorded):
     work, made = recorded
     names = ("block_m", "block_n", "heads", "heads_per_tile", "key_parts")
     block_m, block_n, group, heads_per_tile, parts = (made.facts["tile"][n] for n in names)
-    together, rows = made.heads_together, work.seqlen_q * group
+    together, rows = heads_together(made.facts), work.seqlen_q * group
 
     def blocks_of(first: int, end: int) -> int:
         first_row = 64 * (first // together)
@@ -67,7 +67,7 @@ def test_every_tile_with_keys_is_recorded_once_with_its_key_blocks(recorded):
     seen = defaultdict(list)
     for at in range(len(made.blocks)):
         for (head, batch, first, *_, end), blocks in zip(
-            made.notes(at).tolist(), made.key_blocks(at), strict=True
+            made.notes(at).tolist(), made.steps_of_tiles(at), strict=True
         ):
             seen[batch, head].append((first, end))
             assert blocks == blocks_of(first, end)
@@ -89,7 +89,7 @@ def test_every_role_marks_every_tile_and_step_in_order(recorded):
     work, made = recorded
     names = ("block_n", "heads", "consumers", "heads_per_tile", "key_parts")
     block_n, group, count, heads_per_tile, parts = (made.facts["tile"][n] for n in names)
-    per_head, together = count // heads_per_tile // parts, made.heads_together
+    per_head, together = count // heads_per_tile // parts, heads_together(made.facts)
     rows = work.seqlen_q * group
 
     def blocks_of(unit: int) -> int:
@@ -99,9 +99,9 @@ def test_every_role_marks_every_tile_and_step_in_order(recorded):
     for at in range(len(made.blocks)):
         assert len(set(made.tile_counts[at])) == 1
         _, producer, _, *consumers = made.tracks(at)
-        tiles = len(made.key_blocks(at))
+        tiles = len(made.steps_of_tiles(at))
         loads = np.bincount(producer.tile[producer.of("step.IssueK")], minlength=tiles)
-        assert (loads == made.key_blocks(at)).all()
+        assert (loads == made.steps_of_tiles(at)).all()
         for number, track in enumerate(consumers):
             issues = track.tile[track.of("tile.IssueScores", "step.IssueScores")]
             own = []
@@ -143,7 +143,7 @@ def test_a_block_lives_on_one_sm_within_its_tile(recorded):
 def test_the_instrumented_kernel_matches_the_reference(built):
     work = Workload.of(batch=2, seqlen=300, heads=4, head_dim=128, causal=True)
     q, k, v, *_ = work.inputs("cuda", 0)
-    kernel = library.Instrumented(built[0])
+    kernel = library.InstrumentedForward(built[0])
     words = torch.zeros(1 << 22, dtype=torch.int32, device="cuda")
     kernel.attach(words, CONSUMER + 3, 16, 64)
     sms = torch.cuda.get_device_properties("cuda").multi_processor_count

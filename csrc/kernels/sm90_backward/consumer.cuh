@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/sm90_backward/epilogue.cuh"
+#include "kernels/sm90_backward/marks.cuh"
 #include "kernels/sm90_backward/products.cuh"
 #include "kernels/sm90_backward/scores.cuh"
 #include "kernels/sm90_backward/shared.cuh"
@@ -19,7 +20,11 @@ template <class Config>
 class BackwardConsumer {
  public:
   __device__ __forceinline__ BackwardConsumer(const BackwardArguments& a, BackwardShared<Config>& s)
-      : a(a), s(s), consumer(ptx::uniform(threadIdx.x / 128 - 1)), turn(consumer) {}
+      : a(a),
+        s(s),
+        consumer(ptx::uniform(threadIdx.x / 128 - 1)),
+        timeline(BackwardLane::kConsumer + consumer, threadIdx.x % 128 == 0),
+        turn(consumer) {}
 
   __device__ __forceinline__ void run() {
     for (; take_tile(); ++tiles) {
@@ -28,9 +33,12 @@ class BackwardConsumer {
       run_steps();
       finish_tile();
     }
+    timeline.finish(tiles, step);
   }
 
  private:
+  using AtTile = BackwardConsumerTile;
+  using AtStep = BackwardConsumerStep;
   using Ring = Slot<Config::kStages>;
   using KeyRing = Slot<Config::kKeyStages>;
   using ValueRing = Slot<Config::kValueStages>;
@@ -73,25 +81,33 @@ class BackwardConsumer {
     const Ring slot(step);
     Scores p, dp;
     Packed packed_p, packed_ds;
+    mark(AtStep::kAwaitOperands);
     await_operands(slot);
+    mark(AtStep::kIssueScores);
     ColumnPairs<kBlockM / 8> lse(s.lse_log2[slot.stage]);
     issue_scores<Config>(p, key_rows(), queries(s.q, slot));
     issue_scores<Config>(dp, value_rows(), queries(s.dout, slot));
     pass_on_query_gradient(step - 1);
+    mark(AtStep::kAwaitScores);
     ptx::wgmma_wait<1>();
     ptx::pin_registers(p);
+    mark(AtStep::kProbabilities);
     probabilities(p, packed_p, lse);
     ColumnPairs<kBlockM / 8> delta(s.delta[slot.stage]);
     const bool is_free = has_completed(s.ds_empty[step & 1], step >> 1 & 1 ^ 1);
     if constexpr (Config::kEarlyValues) {
+      mark(AtStep::kIssueValues);
       issue_key_gradient<Config>(dv, packed_p, queries(s.dout, slot));
     }
+    mark(AtStep::kAwaitDp);
     ptx::wgmma_wait<Config::kEarlyValues ? 1 : 0>();
     ptx::pin_registers(dp);
+    mark(AtStep::kScoreGradients);
     release_if(s.v_empty[ValueRing(tiles).stage], step + 1 == last);
     score_gradients(p, packed_p, dp, packed_ds, delta);
     if (__builtin_expect(!is_free, false)) await_score_buffer();
     store_scores<Config>(ptx::shared_address(s.ds[buffer()][consumer]), packed_ds);
+    mark(AtStep::kIssueKeys);
     if constexpr (!Config::kEarlyValues) {
       issue_key_gradient<Config>(dv, packed_p, queries(s.dout, slot));
     }
@@ -102,6 +118,7 @@ class BackwardConsumer {
     const Ring next(step + 1);
     loaded = has_completed(s.q_full[next.stage], next.parity) &
              has_completed(s.dout_full[next.stage], next.parity);
+    mark(AtStep::kAwaitProducts);
     ptx::wgmma_wait<0>();
     inject(Fault::kRelease, step);
     release(s.empty[slot.stage]);
@@ -111,6 +128,7 @@ class BackwardConsumer {
   __device__ __forceinline__ void pass_over() {
     const Ring slot(step);
     const ValueRing v_slot(tiles);
+    mark(AtStep::kPassOver);
     pass_on_query_gradient(step - 1);
     await_score_buffer();
     store_scores<Config>(ptx::shared_address(s.ds[buffer()][consumer]), Packed{});
@@ -131,15 +149,20 @@ class BackwardConsumer {
   // thread blocks wait for a turn.
   __device__ __forceinline__ void add_query_gradient() {
     const GradientRing out(step);
+    mark(AtStep::kAwaitOthers);
     wait(s.ds_full[step & 1], step >> 1 & 1);
+    mark(AtStep::kIssueGradient);
     if constexpr (Config::kTransposes) {
       // The first column block is staged beside the product of the second.
       Scores left, right;
       issue_transposed_query_gradient<Config>(left, keys(), 0, scores());
       issue_transposed_query_gradient<Config>(right, keys(), 1, scores());
+      mark(AtStep::kAwaitGradientSlot);
       wait(s.dq_empty[out.stage], out.parity ^ 1);
+      mark(AtStep::kAwaitGradient);
       ptx::wgmma_wait<1>();
       ptx::pin_registers(left);
+      mark(AtStep::kStageGradient);
       stage_query_part<Config>(ptx::shared_address(s.dq[out.stage]), 0, left);
       ptx::wgmma_wait<0>();
       ptx::pin_registers(right);
@@ -148,9 +171,12 @@ class BackwardConsumer {
     } else {
       float dq[Config::kHeadDim / 2];
       issue_query_gradient<Config>(dq, scores(), keys());
+      mark(AtStep::kAwaitGradientSlot);
       wait(s.dq_empty[out.stage], out.parity ^ 1);
+      mark(AtStep::kAwaitGradient);
       ptx::wgmma_wait<0>();
       ptx::pin_registers(dq);
+      mark(AtStep::kStageGradient);
       release(s.ds_empty[step & 1]);
 #pragma unroll
       for (int column = 0; column < Config::kColumnBlocks; ++column) {
@@ -178,12 +204,15 @@ class BackwardConsumer {
   // Stores what a tile accumulated.
   __device__ __forceinline__ void finish_tile() {
     loaded = false;
+    mark(AtTile::kAwaitScoreSlot);
     pass_on_query_gradient(step - 1);
     await_score_buffer();  // see staging
+    mark(AtTile::kStore);
     store_key_gradients<Config>(a, *tile, consumer, staging(), dk, dv);
     if constexpr (!Config::kTransposes) {
       if (a.whole_heads && ptx::uniform(tile->key_block) == 0) store_query_gradients();
     }
+    mark(AtTile::kSync);
     // Other warps write dS where this one staged.
     ptx::named_barrier(1 + consumer, 128);
     inject(Fault::kReleaseTile, tiles);
@@ -193,6 +222,7 @@ class BackwardConsumer {
   // Reads tile number `tiles`. False if there is none.
   __device__ __forceinline__ bool take_tile() {
     const Slot<Config::kTileBuffers> slot(tiles);
+    mark(AtTile::kAwaitTile);
     wait(s.tile_full[slot.stage], slot.parity);
     tile = &s.tile[slot.stage];
     begin = ptx::uniform(tile->begin);
@@ -213,6 +243,7 @@ class BackwardConsumer {
   __device__ __forceinline__ void prepare_keys() {
     const KeyRing k_slot(tiles);
     const ValueRing v_slot(tiles);
+    mark(AtTile::kAwaitK);
     wait(s.k_full[k_slot.stage], k_slot.parity);
     if (a.packed && tile->rows < Config::kBlockN) {
       wait(s.v_full[v_slot.stage], v_slot.parity);
@@ -360,9 +391,17 @@ class BackwardConsumer {
   // The buffer of dS of the step.
   __device__ __forceinline__ int buffer() const { return kGuardedRing ? step & 1 : 0; }
 
+  __device__ __forceinline__ void mark(BackwardConsumerTile::Mark state) const {
+    timeline.tile(tiles, state);
+  }
+  __device__ __forceinline__ void mark(BackwardConsumerStep::Mark state) const {
+    timeline.step(step, state);
+  }
+
   const BackwardArguments& a;
   BackwardShared<Config>& s;
   const int consumer;  // of the thread block
+  const Timeline timeline;
   const KeyTile* tile;
   int tiles = 0;  // the number of `tile`
   int heads = 0;  // whole heads: that were stored

@@ -56,6 +56,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   auto& s = *reinterpret_cast<BackwardShared<Config>*>(shared_memory);
 
   if (threadIdx.x == 0) init_barriers<Config>(s);
+  Timeline::begin(threadIdx.x == 0);
   __syncthreads();
   const int warp = threadIdx.x / 32;
   if (warp < 4) {

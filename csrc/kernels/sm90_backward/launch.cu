@@ -66,11 +66,19 @@ const char* launch_backward(const BackwardParams& params, void* stream) {
   const DeviceFacts device = current_device();
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   static_assert(kBackwardTileCount == 6, "a row of the table has no launch");
+#ifdef ATTNSCOPE_TIMELINE  // the one element type that is compiled, and no wide kernel
+  const cudaError_t error = launch_row<ATTNSCOPE_TIMELINE>(params, device, cuda_stream);
+#else
   const cudaError_t error =
       kBackwardTiles[first_backward_tile(p)].wide() ? launch_wide(params, device, cuda_stream)
       : p.dtype == DType::kBFloat16 ? launch_row<__nv_bfloat16>(params, device, cuda_stream)
                                     : launch_row<__half>(params, device, cuda_stream);
+#endif
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
 }  // namespace attnscope::sm90
+
+#ifdef ATTNSCOPE_TIMELINE
+#include "kernels/sm90_backward/record.cuh"
+#endif

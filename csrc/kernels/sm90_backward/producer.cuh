@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/sm90_backward/late_load.cuh"
+#include "kernels/sm90_backward/marks.cuh"
 #include "kernels/sm90_backward/shared.cuh"
 #include "ptx/tma.cuh"
 
@@ -63,7 +64,7 @@ struct LoadCounts {
 // Loads a tile. One thread.
 template <class Config>
 __device__ __forceinline__ void load_tile(const BackwardArguments& a, BackwardShared<Config>& s,
-                                          int tile, LoadCounts& counts) {
+                                          int tile, LoadCounts& counts, const Timeline& timeline) {
   using ptx::shared_address;
   constexpr int kBlockM = Config::kBlockM, kStatisticsBytes = 4 * kBlockM;
   const KeyTile& t = s.tile[tile];
@@ -91,13 +92,23 @@ __device__ __forceinline__ void load_tile(const BackwardArguments& a, BackwardSh
   const Slot<Config::kValueStages> v_slot(counts.tiles++);
   const auto load_k = [&] {
     ptx::mbarrier_wait(shared_address(&s.k_empty[k_slot.stage]), k_slot.parity ^ 1);
+    if constexpr (Config::kKeyStages > 1) {
+      timeline.tile(counts.tiles - 1, BackwardProducerTile::kIssueK);
+    } else {
+      timeline.step(counts.blocks - 1, BackwardProducerStep::kIssueK);
+    }
     load_keys(s.k[k_slot.stage], a.k, s.k_full[k_slot.stage], k_slot.stage, Operand::kK);
   };
   // A single buffer is free only after the last dQ of the tile before: the first Q and dO come
   // first.
   bool has_k = Config::kKeyStages > 1;
-  if (has_k) load_k();
+  if (has_k) {
+    timeline.tile(counts.tiles - 1, BackwardProducerTile::kAwaitKSlot);
+    load_k();
+  }
+  timeline.tile(counts.tiles - 1, BackwardProducerTile::kAwaitVSlot);
   ptx::mbarrier_wait(shared_address(&s.v_empty[v_slot.stage]), v_slot.parity ^ 1);
+  timeline.tile(counts.tiles - 1, BackwardProducerTile::kIssueV);
   load_keys(s.v[v_slot.stage], a.v, s.v_full[v_slot.stage], v_slot.stage, Operand::kV);
   ptx::await_kernel_before();
 #pragma unroll 1
@@ -106,14 +117,20 @@ __device__ __forceinline__ void load_tile(const BackwardArguments& a, BackwardSh
 #pragma unroll 1
     for (int n = t.begin; n < t.end; ++n, block = t.block_after(block)) {
       const Slot<Config::kStages> slot(counts.blocks++);
+      timeline.step(counts.blocks - 1, BackwardProducerStep::kAwaitSlot);
       ptx::mbarrier_wait(shared_address(&s.empty[slot.stage]), slot.parity ^ 1);
+      timeline.step(counts.blocks - 1, BackwardProducerStep::kIssueQ);
       const float* statistics =
           a.statistics + (int64_t{head} * a.query_blocks + t.first_block + block) * (2 * kBlockM);
       load_queries(s.q[slot.stage], s.lse_log2[slot.stage], a.q, s.q_full[slot.stage], slot.stage,
                    head, block, statistics, Operand::kQ);
+      timeline.step(counts.blocks - 1, BackwardProducerStep::kIssueDout);
       load_queries(s.dout[slot.stage], s.delta[slot.stage], a.dout, s.dout_full[slot.stage],
                    slot.stage, head, block, statistics + kBlockM, Operand::kDout);
-      if (!has_k) load_k();
+      if (!has_k) {
+        timeline.step(counts.blocks - 1, BackwardProducerStep::kAwaitKSlot);
+        load_k();
+      }
       has_k = true;
     }
   }
@@ -122,15 +139,18 @@ __device__ __forceinline__ void load_tile(const BackwardArguments& a, BackwardSh
 template <class Config>
 __device__ __forceinline__ void produce(const BackwardArguments& a, BackwardShared<Config>& s) {
   LoadCounts counts;
+  const Timeline timeline(BackwardLane::kProducer, true);
 #pragma unroll 1
   for (int n = 0;; ++n) {
     const Slot<Config::kTileBuffers> slot(n);
+    timeline.tile(n, BackwardProducerTile::kAwaitTile);
     ptx::mbarrier_wait(ptx::shared_address(&s.tile_full[slot.stage]), slot.parity);
     if (s.tile[slot.stage].rows == 0) break;
-    load_tile<Config>(a, s, slot.stage, counts);
+    load_tile<Config>(a, s, slot.stage, counts, timeline);
     ptx::mbarrier_arrive(ptx::shared_address(&s.tile_wanted));
     ptx::mbarrier_arrive(ptx::shared_address(&s.tile_empty[slot.stage]));
   }
+  timeline.finish(counts.tiles, counts.blocks);
   finish_late_loads(s);
 }
 

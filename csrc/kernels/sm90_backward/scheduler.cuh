@@ -1,6 +1,7 @@
 // The scheduler: a warp that takes tiles and describes them for the other roles.
 #pragma once
 
+#include "kernels/sm90_backward/marks.cuh"
 #include "kernels/sm90_backward/shared.cuh"
 #include "kernels/sm90_backward/tiles.cuh"
 #include "ptx/sync.cuh"
@@ -22,12 +23,23 @@ __device__ __forceinline__ void clear_keys(const KeyTile& t, void* data, const S
   }
 }
 
+__device__ __forceinline__ void note_tile(const Timeline& timeline, int number, const KeyTile& t) {
+  timeline.note(number, BackwardSchedulerTile::kHeadKv, t.head_kv);
+  timeline.note(number, BackwardSchedulerTile::kBatch, t.batch);
+  timeline.note(number, BackwardSchedulerTile::kFirstKey, t.first_key);
+  timeline.note(number, BackwardSchedulerTile::kBegin, t.begin);
+  timeline.note(number, BackwardSchedulerTile::kEnd, t.end);
+  timeline.note(number, BackwardSchedulerTile::kStart, t.start);
+  timeline.note(number, BackwardSchedulerTile::kRows, t.rows);
+}
+
 // Takes a tile only when the last one's loads have been issued: tiles taken early balance badly.
 // What lives across the loop is in shared memory: the warp has few registers. Warp-converged.
 template <class Config>
 __device__ __forceinline__ void schedule(const BackwardArguments& a, BackwardShared<Config>& s) {
   const bool ordered = a.tickets != nullptr;  // all tiles come from the counter
   NextTile& next = s.next;
+  const Timeline timeline(BackwardLane::kScheduler, ptx::lane() == 0);
   if (ordered) ptx::await_kernel_before();
   if (ptx::lane() == 0) {
     next.index = ordered ? ptx::atomic_add(a.counter, 1) : static_cast<int>(blockIdx.x);
@@ -39,7 +51,9 @@ __device__ __forceinline__ void schedule(const BackwardArguments& a, BackwardSha
   for (;;) {
     const Slot<Config::kTileBuffers> slot(next.number);
     KeyTile& t = s.tile[slot.stage];
+    timeline.tile(next.number, BackwardSchedulerTile::kAwaitSlot);
     ptx::mbarrier_wait(ptx::shared_address(&s.tile_empty[slot.stage]), slot.parity ^ 1);
+    timeline.tile(next.number, BackwardSchedulerTile::kHand);
     const bool last = next.index >= a.tiles;
     if (!last) {
       describe_tile<Config>(a, next.index, next.key_block, t);
@@ -52,11 +66,17 @@ __device__ __forceinline__ void schedule(const BackwardArguments& a, BackwardSha
       if (kEveryLaneArrives || ptx::lane() == 0) {
         ptx::mbarrier_arrive(ptx::shared_address(&s.tile_full[slot.stage]));
       }
+      if (!last) note_tile(timeline, next.number, t);
+      timeline.tile(next.number, BackwardSchedulerTile::kAwaitRequest);
       // The kernel before zeroes the counter. No thread block ends before it.
       ptx::await_kernel_before();
-      if (last) return;
+      if (last) {
+        timeline.finish(next.number, 0);
+        return;
+      }
       ptx::mbarrier_wait(ptx::shared_address(&s.tile_wanted), next.number & 1);
       __syncwarp();
+      timeline.tile(next.number, BackwardSchedulerTile::kTake);
       if (ptx::lane() == 0) ++next.number;
     } else {
       // In a packed batch, some numbers have no tile. No query may see the keys of a tile.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/sm90_backward/claims.cuh"
+#include "kernels/sm90_backward/marks.cuh"
 #include "kernels/sm90_backward/shared.cuh"
 #include "kernels/sm90_backward/turns.cuh"
 #include "ptx/tma.cuh"
@@ -11,7 +12,7 @@ namespace attnscope::sm90 {
 // Adds dQ of one tile. `count` counts the blocks that were added.
 template <class Config>
 __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardShared<Config>& s,
-                                           const KeyTile& t, int& count) {
+                                           const KeyTile& t, int& count, const Timeline& timeline) {
   // Numbers of the block, among those of all heads; whole heads: of the thread block's place.
   const int blocks = a.whole_heads ? a.dense_queries.divisor : a.query_blocks;
   const int first =
@@ -24,6 +25,7 @@ __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardS
 #pragma unroll 1
     for (int n = t.begin; n < t.end; ++n, block = t.block_after(block)) {
       const int place = first + head * blocks + block;
+      timeline.step(count, BackwardWriterStep::kAwaitGradient);
       // While the consumers still work on the block, the last turn is passed on, and this one
       // arrives.
       if (a.tickets != nullptr && Turns<Config>::begins(t, block)) {
@@ -36,6 +38,7 @@ __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardS
       bool stores = a.claims != nullptr && !ordered;
       while (stores && !ptx::mbarrier_test(full, slot.parity)) stores = !is_stored(a, place);
       ptx::mbarrier_wait(full, slot.parity);
+      timeline.step(count - 1, BackwardWriterStep::kClaim);
       const uint32_t staged = ptx::shared_address(s.dq[slot.stage]);
       inject(Fault::kAdd, count);
       float* gradient = a.gradient + int64_t{place} * Config::kGradientFloats;
@@ -43,17 +46,22 @@ __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardS
       // Whole heads: after the operation before, which may have been on the same block.
       if (a.whole_heads) ptx::tma_store_wait<0>();
       stores = ordered ? Turns<Config>::number(a, t, block) == 0 : stores && claim(a, place);
+      timeline.step(count - 1, BackwardWriterStep::kIssue);
       if (stores) {
         ptx::bulk_store(gradient, staged, kBytes);
       } else {
         ptx::bulk_add(gradient, staged, kBytes);
       }
       ptx::tma_store_commit();
+      timeline.step(count - 1, BackwardWriterStep::kAwaitRead);
       ptx::tma_store_wait_read<0>();
       inject(Fault::kRelease, count);
       ptx::mbarrier_arrive(ptx::shared_address(&s.dq_empty[slot.stage]));
       if (stores && a.tickets != nullptr) a.claims[place] = kStored;
-      if (stores && !ordered) publish_claim(a, place);
+      if (stores && !ordered) {
+        timeline.step(count - 1, BackwardWriterStep::kPublish);
+        publish_claim(a, place);
+      }
     }
   }
   if (added >= 0) Turns<Config>::finish(a, added);
@@ -68,14 +76,19 @@ template <class Config>
 __device__ __forceinline__ void write_query_gradients(const BackwardArguments& a,
                                                       BackwardShared<Config>& s) {
   int count = 0;
+  const Timeline timeline(BackwardLane::kWriter, true);
   ptx::await_kernel_before();
 #pragma unroll 1
   for (int n = 0;; ++n) {
     const Slot<Config::kTileBuffers> slot(n);
     const KeyTile& t = s.tile[slot.stage];
+    timeline.tile(n, BackwardWriterTile::kAwaitTile);
     ptx::mbarrier_wait(ptx::shared_address(&s.tile_full[slot.stage]), slot.parity);
-    if (t.rows == 0) return;
-    write_tile<Config>(a, s, t, count);
+    if (t.rows == 0) {
+      timeline.finish(n, count);
+      return;
+    }
+    write_tile<Config>(a, s, t, count, timeline);
     ptx::mbarrier_arrive(ptx::shared_address(&s.tile_empty[slot.stage]));
   }
 }

@@ -10,13 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnscope.timeline import layout
-from attnscope.timeline.layout import CONSUMER, SOFTMAX
+from attnscope.timeline.layout import COMPUTE
 from attnscope.timeline.recording import Recording, Track
-
-# Per SM and cycle, compute capability 9.0: dense 16-bit FLOPs of the tensor cores (Hopper
-# whitepaper), base-2 exponentials (CUDA programming guide, arithmetic throughput).
-TENSOR_FLOPS = 4096
-EXPONENTIALS = 16
 
 Cycles = NDArray[np.int64]
 
@@ -25,7 +20,7 @@ def analyse(recording: Recording) -> dict[str, Any]:
     """All measures of the recorded blocks, as JSON values; cycles are those of the SM clock.
 
     "roles": of each role and state its count, share of the role's time, median and 90th percentile.
-    "overlap": see `overlap`, as shares of the blocks' time. "cycles": see `costs`.
+    "overlap": see `overlap`, as shares of the blocks' time. "cycles": see `Layout.costs`.
     "floors": the least that a step of all consumers takes by the units' throughput. "tail": how
     unevenly blocks end.
     """
@@ -33,6 +28,8 @@ def analyse(recording: Recording) -> dict[str, Any]:
     spent: dict[str, int] = defaultdict(int)
     together: dict[str, int] = defaultdict(int)
     parts: dict[str, list[Cycles]] = defaultdict(list)
+    kernel = recording.layout
+    first = kernel.products[0]
     ends = []
     steps = 0
     for at in range(len(recording.blocks)):
@@ -41,20 +38,20 @@ def analyse(recording: Recording) -> dict[str, Any]:
             spent[track.role] += int(track.cycles.sum())
             for code in np.unique(track.codes):
                 states[track.role, int(code)].append(track.cycles[track.codes == code])
-        consumers = tracks[CONSUMER:]
+        consumers = tracks[kernel.consumer :]
         for name, cycles in overlap(consumers).items():
             together[name] += cycles
         for track in consumers:
-            for name, values in costs(track).items():
+            for name, values in kernel.costs(track).items():
                 parts[name].append(values)
-            steps += int(track.of("tile.IssueScores", "step.IssueScores").sum())
+            steps += int(track.begins(first).sum())
         ends.append(max((int(track.end[-1]) for track in consumers if len(track.end)), default=0))
     total = together.pop("total")
     if not total:
         raise ValueError(
             "recording must have work of a consumer, got none. Record a call with queries and keys"
         )
-    floors = step_floors(recording.facts["tile"])
+    floors = kernel.step_floors(recording.facts["tile"])
     tensor_share = steps * floors["tensor_cores"] / recording.facts["tile"]["consumers"] / total
     return {
         "blocks": len(recording.blocks),
@@ -64,12 +61,14 @@ def analyse(recording: Recording) -> dict[str, Any]:
         "roles": [
             {
                 "role": role,
-                "state": layout.STATES[role][code].label,
-                "kind": layout.STATES[role][code].kind,
+                "state": kernel.states[role][code].label,
+                "kind": kernel.states[role][code].kind,
                 "share": sum(int(c.sum()) for c in found) / spent[role],
                 **_spread(found),
             }
-            for (role, code), found in sorted(states.items(), key=_program_order)
+            for (role, code), found in sorted(
+                states.items(), key=lambda item: (kernel.roles.index(item[0][0]), item[0][1])
+            )
         ],
         "overlap": {name: cycles / total for name, cycles in together.items()},
         "cycles": {name: _spread(found) for name, found in parts.items()},
@@ -94,9 +93,8 @@ def overlap(consumers: Sequence[Track]) -> dict[str, int]:
     for row, track in enumerate(consumers):
         at = np.searchsorted(track.begin, edges[:-1], side="right") - 1
         live = (at >= 0) & (edges[:-1] < np.append(track.end, 0)[at])
-        in_flight = track.flag("scores") | track.flag("output")
-        tensor[row, live] = in_flight[at[live]]
-        softmax[row, live] = track.flag("kind", SOFTMAX)[at[live]]
+        tensor[row, live] = track.flying()[at[live]]
+        softmax[row, live] = track.kind(COMPUTE)[at[live]]
     flying, soft = tensor.sum(0), softmax.sum(0)
     own = (softmax & tensor).any(0)
     other = (softmax & (flying - tensor > 0)).any(0)
@@ -111,47 +109,6 @@ def overlap(consumers: Sequence[Track]) -> dict[str, int]:
         "neither": (soft == 0) & (flying == 0),
     }
     return {"total": int(width.sum())} | {n: int(width[on].sum()) for n, on in spans.items()}
-
-
-def costs(consumer: Track) -> dict[str, Cycles]:
-    """Cycles that parts of a tile take, one number each time.
-
-    step: from issuing S to issuing the next S of the tile; step_raised: the same where the softmax
-    was done by a new maximum (masked blocks always are). begin: from taking a tile to its first
-    step; end: its last P V; epilogue: all three of tiles in which the consumer has key blocks of
-    its own; between: from the end of one tile to taking the next.
-    """
-    issue = np.flatnonzero(consumer.of("step.IssueScores"))
-    took = np.diff(consumer.begin[issue])
-    same = np.diff(consumer.tile[issue]) == 0
-    raised = np.zeros(len(issue), bool)
-    rises = np.flatnonzero(consumer.of("step.RaiseMaximum"))
-    raised[np.searchsorted(issue, rises, side="right") - 1] = True
-
-    own = np.isin(consumer.tile, consumer.tile[consumer.of("tile.IssueScores")])
-
-    def by_tile(*marks: str) -> Cycles:
-        at = consumer.of(*marks) & own
-        return np.bincount(consumer.tile[at], consumer.cycles[at])[np.unique(consumer.tile[at])]
-
-    begins = [f"tile.{state.mark}" for state in layout.CONSUMER_TILE[1 : layout.FIRST_BLOCK.stop]]
-    return {
-        "step": took[same & ~raised[:-1]],
-        "step_raised": took[same & raised[:-1]],
-        "begin": by_tile(*begins),
-        "end": by_tile("tile.AwaitLastV", "tile.IssueOutput", "tile.AwaitOutput"),
-        "epilogue": by_tile("tile.Epilogue"),
-        "between": consumer.cycles[consumer.of("tile.AwaitTile")],
-    }
-
-
-def step_floors(tile: dict[str, Any]) -> dict[str, float]:
-    """Least cycles that a step of all consumers takes: by the tensor cores, by exponentials."""
-    scores = tile["consumers"] * layout.ROWS * tile["block_n"]
-    return {
-        "tensor_cores": 4 * scores * tile["head_dim"] / TENSOR_FLOPS,
-        "exponentials": scores / EXPONENTIALS,
-    }
 
 
 def tail(recording: Recording, ends: Cycles) -> dict[str, float | None]:
@@ -183,8 +140,3 @@ def _spread(found: Sequence[Cycles]) -> dict[str, float | int | None]:
         return {"count": 0, "median": None, "p10": None, "p90": None}
     low, median, high = (float(x) for x in np.percentile(values, (10, 50, 90)))
     return {"count": int(values.size), "median": median, "p10": low, "p90": high}
-
-
-def _program_order(item: tuple[tuple[str, int], Any]) -> tuple[int, int]:
-    (role, code), _ = item
-    return list(layout.STATES).index(role), code

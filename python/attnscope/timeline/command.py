@@ -32,20 +32,12 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 OVERLAP = {
     "tensor": "a product in flight, of some consumer",
     "tensor_all": "a product in flight, of every consumer",
-    "softmax": "softmax, of some consumer",
-    "softmax_two": "softmax, of two or more at once",
-    "softmax_own": "softmax under a product of its own consumer",
-    "softmax_other": "softmax under a product of another consumer",
-    "softmax_alone": "softmax and no product in flight",
+    "softmax": "{}, of some consumer",
+    "softmax_two": "{}, of two or more at once",
+    "softmax_own": "{} under a product of its own consumer",
+    "softmax_other": "{} under a product of another consumer",
+    "softmax_alone": "{} and no product in flight",
     "neither": "neither",
-}
-COSTS = {
-    "step": "a step, S to S",
-    "step_raised": "a step with a new maximum",
-    "begin": "a tile until its first step",
-    "end": "a tile's last P V",
-    "epilogue": "epilogue",
-    "between": "wait for the next tile",
 }
 
 
@@ -60,6 +52,9 @@ def timeline_command(
     kv_heads: KvHeads = None,
     dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
     causal: Causal = False,
+    backward: Annotated[
+        bool, typer.Option("--backward", help="The backward kernel; head dims up to 128.")
+    ] = False,
     blocks: Annotated[
         str,
         typer.Option(
@@ -77,7 +72,7 @@ def timeline_command(
     form: Form = TERMINAL,
     as_json: AsJson = False,
 ) -> None:
-    """Show what each role of the Hopper forward kernel does, and when, from inside the kernel.
+    """Show what each role of a Hopper kernel does, and when, from inside the kernel.
 
     Compiles an instrumented copy of the kernel on first use (it needs nvcc and the source tree),
     runs it once and writes: trace.json.gz for ui.perfetto.dev, a picture of one block,
@@ -104,7 +99,7 @@ def timeline_command(
                 softcap=0.0,
                 seqlens=None,
             )
-            made = record(work, pick_device(device), seed)
+            made = record(work, pick_device(device), seed, "backward" if backward else "forward")
         else:
             made = Recording.load(recording)
         with printed(form, "timeline") as content:
@@ -153,6 +148,8 @@ def _write(recording: Recording, wanted: list[int], output: Path) -> dict[str, A
 
 def show(facts: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
     """Print the measures, after the facts that limit their accuracy."""
+    from attnscope.timeline.layouts import layout_of
+
     say(
         "{mode} {dtype}, batch {batch}, {seqlen_q} queries, {seqlen_k} keys, heads {heads_q}:"
         "{heads_kv}, head dim {head_dim}".format_map(facts["workload"])
@@ -173,8 +170,10 @@ def show(facts: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
     )
     if tile["blocks_per_sm"] > 1:
         say(f"up to {tile['blocks_per_sm']} blocks share an SM: shares and overlap are inside each")
-    for table in (_states_table, _overlap_table, _costs_table):
-        show_table(table(summary))
+    kernel = layout_of(facts)
+    show_table(_states_table(summary))
+    show_table(_overlap_table(summary, kernel.compute))
+    show_table(_costs_table(summary, kernel.costs_are))
     floors = summary["floors"]
     say(
         f"least cycles of a step of all consumers: tensor cores {floors['tensor_cores']:.0f}, "
@@ -204,22 +203,22 @@ def _states_table(summary: Mapping[str, Any]) -> Table:
     return table
 
 
-def _overlap_table(summary: Mapping[str, Any]) -> Table:
+def _overlap_table(summary: Mapping[str, Any], compute: str) -> Table:
     title = "Overlap; in flight: issued and not yet waited for"
     table = Table(box=box.SIMPLE_HEAD, title=title)
     table.add_column("at the same time", no_wrap=True)
     table.add_column("share of the blocks' time", justify="right")
     for name, what in OVERLAP.items():
-        table.add_row(what, f"{summary['overlap'][name]:.1%}")
+        table.add_row(what.format(compute), f"{summary['overlap'][name]:.1%}")
     return table
 
 
-def _costs_table(summary: Mapping[str, Any]) -> Table:
+def _costs_table(summary: Mapping[str, Any], costs: Mapping[str, str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="Cycles of a consumer")
     table.add_column("what", no_wrap=True)
     for name in ("count", "p10", "median", "p90"):
         table.add_column(name, justify="right", no_wrap=True)
-    for name, what in COSTS.items():
+    for name, what in costs.items():
         row = summary["cycles"][name]
         table.add_row(
             what, *(_number(row[key], ".0f") for key in ("count", "p10", "median", "p90"))

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from attnscope.common.plotting import INK, RC
 from attnscope.timeline import layout
-from attnscope.timeline.layout import CONSUMER
 from attnscope.timeline.recording import Recording, Track
 from attnscope.timeline.trace import in_flight
 
@@ -21,15 +20,16 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours for work, greys for waits.
 COLOURS = {
-    layout.SOFTMAX: "#D55E00",
+    layout.COMPUTE: "#D55E00",
     layout.OUTPUT: "#009E73",
     layout.ISSUE: "#000000",
     layout.TENSOR_WAIT: "#DDDDDD",
     layout.LOAD_WAIT: "#CC79A7",
+    layout.OTHERS_WAIT: "#F0E442",
     layout.TILE_WAIT: "#9A9A9A",
     layout.SLOT_WAIT: "#EFEFEF",
 }
-PRODUCTS = {"scores": ("S in flight", "#0072B2"), "output": ("P V in flight", "#56B4E9")}
+PRODUCTS = ("#0072B2", "#56B4E9", "#E69F00")  # in flight
 STEADY_STEPS = 4
 STEPS_BEFORE, STEPS_AFTER = 3, 4  # the change of tiles
 FEED_HEIGHT, PRODUCT_HEIGHT, STATE_HEIGHT, GAP = 0.45, 0.32, 0.75, 0.35
@@ -53,19 +53,21 @@ def draw_block(recording: Recording, summary: Mapping[str, Any], block: int) -> 
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    tracks = recording.tracks(recording.place(block))
-    chosen = windows(max(tracks[CONSUMER:], key=lambda track: len(_issues(track))))
-    key_ends = recording.notes(recording.place(block))[:, layout.TILE_NOTES.index("end")]
+    kernel, at = recording.layout, recording.place(block)
+    tracks = recording.tracks(at)
+    chosen = windows(max(tracks[kernel.consumer :], key=lambda track: len(_issues(track))))
     height = 0.5 * len(tracks) + 0.75
     with matplotlib.rc_context(RC):
         figure = Figure(figsize=(10, height * len(chosen) + 1.9), layout="constrained")
         axes = np.atleast_1d(figure.subplots(len(chosen), 1))
         for axis, window in zip(axes, chosen, strict=True):
-            _draw_window(axis, tracks, window, key_ends)
+            _draw_window(axis, recording, at, tracks, window)
         axes[-1].set_xlabel("SM cycles from the left edge")
         seen = {kind for t in tracks for kind in _kinds(t, chosen)}
-        entries = [(name, colour) for name, colour in PRODUCTS.values()]
-        entries += [(kind, COLOURS[kind]) for kind in layout.KINDS if kind in seen]
+        flying = [f"{product} in flight" for product in kernel.products]
+        entries = list(zip(flying, PRODUCTS, strict=False))
+        names = {layout.COMPUTE: kernel.compute}
+        entries += [(names.get(k, k), COLOURS[k]) for k in layout.KINDS if k in seen]
         patches = [Patch(fc=colour, ec=INK, lw=0.3, label=name) for name, colour in entries]
         figure.legend(handles=patches, loc="outside lower center", ncols=5, fontsize=8)
         about = "\n".join(textwrap.wrap(_about(recording, summary), 165))
@@ -112,28 +114,31 @@ def windows(consumer: Track) -> list[Window]:
 
 
 def _issues(consumer: Track) -> NDArray[np.intp]:
-    """Where it issues an S: one for each key block of its own."""
-    return np.flatnonzero(consumer.of("tile.IssueScores", "step.IssueScores"))
+    """Where it issues its first product of a step: one for each step of its own."""
+    return np.flatnonzero(consumer.begins(consumer.layout.products[0]))
 
 
-def _draw_window(axis: Axes, tracks: Sequence[Track], window: Window, key_ends: Any) -> None:
-    """Lanes from top to bottom: scheduler, producer, then each consumer with its products."""
+def _draw_window(
+    axis: Axes, recording: Recording, at: int, tracks: Sequence[Track], window: Window
+) -> None:
+    """Lanes from top to bottom: scheduler, producer, ..., then each consumer with its products."""
+    kernel = recording.layout
     ticks, y = [], 0.0
     for track in tracks:
         top = y
-        if track.lane >= CONSUMER:
-            for field, (_, colour) in PRODUCTS.items():
+        if track.lane >= kernel.consumer:
+            for product, colour in zip(kernel.products, PRODUCTS, strict=False):
                 y -= PRODUCT_HEIGHT
-                spans = in_flight(track, field)
+                spans = in_flight(track, product)
                 _bars(axis, spans, [colour] * len(spans), window, y, PRODUCT_HEIGHT)
-        tall = STATE_HEIGHT if track.lane >= CONSUMER else FEED_HEIGHT
+        tall = STATE_HEIGHT if track.lane >= kernel.consumer else FEED_HEIGHT
         y -= tall
-        states = layout.STATES[track.role]
+        states = kernel.states[track.role]
         colours = [COLOURS[states[code].kind] for code in track.codes]
         _bars(axis, list(zip(track.begin, track.end, strict=True)), colours, window, y, tall)
-        if track.lane >= CONSUMER:
-            _name_softmax(axis, track, window, y + tall / 2, key_ends)
-        ticks.append(((y + top) / 2, layout.lane_name(track.lane)))
+        if track.lane >= kernel.consumer:
+            _name_steps(axis, recording, at, track, window, y + tall / 2)
+        ticks.append(((y + top) / 2, kernel.lane_name(track.lane)))
         y -= GAP
     axis.set_yticks(*map(list, zip(*ticks, strict=True)))
     axis.tick_params(axis="y", length=0)
@@ -158,20 +163,24 @@ def _bars(
     axis.broken_barh(shown, (y, height), facecolors="none", edgecolor="white", linewidth=0.4)
 
 
-def _name_softmax(axis: Axes, track: Track, window: Window, y: float, key_ends: Any) -> None:
-    """The number of the key block, in the bar of its softmax where there is room."""
+def _name_steps(
+    axis: Axes, recording: Recording, at: int, track: Track, window: Window, y: float
+) -> None:
+    """The number of the step's block, in the bar of what it computes, where there is room."""
     room = 0.02 * (window.end - window.begin)
-    for at in np.flatnonzero(track.flag("kind", layout.SOFTMAX)):
-        begin, end = max(track.begin[at], window.begin), min(track.end[at], window.end)
+    notes = recording.notes(at)
+    for state in np.flatnonzero(track.kind(layout.COMPUTE)):
+        begin, end = max(track.begin[state], window.begin), min(track.end[state], window.end)
         if end - begin > room:
-            number = str(key_ends[track.tile[at]] - 1 - track.step[at])
+            note, step = notes[track.tile[state]], int(track.step[state])
+            *_, number = recording.layout.step_facts(note, step, recording.facts).values()
             centre = (begin + end) / 2 - window.begin
-            axis.text(centre, y, number, ha="center", va="center", fontsize=7, color="white")
+            axis.text(centre, y, str(number), ha="center", va="center", fontsize=7, color="white")
 
 
 def _kinds(track: Track, chosen: Sequence[Window]) -> set[str]:
     """Kinds of states that can be seen in the windows."""
-    states = layout.STATES[track.role]
+    states = track.layout.states[track.role]
     shown = np.zeros(len(track.codes), bool)
     for window in chosen:
         shown |= (track.end > window.begin) & (track.begin < window.end) & (track.cycles > 0)
@@ -181,7 +190,7 @@ def _kinds(track: Track, chosen: Sequence[Window]) -> set[str]:
 def _title(recording: Recording) -> str:
     work = recording.facts["workload"]
     mask = "causal" if work["causal"] else "no mask"
-    return f"Hopper forward, D {work['head_dim']}, S {work['seqlen_k']}, {mask}"
+    return f"{recording.layout.title}, D {work['head_dim']}, S {work['seqlen_k']}, {mask}"
 
 
 def _about(recording: Recording, summary: Mapping[str, Any]) -> str:
@@ -197,8 +206,8 @@ def _about(recording: Recording, summary: Mapping[str, Any]) -> str:
         f"With its marks the kernel takes {disturbance['slowdown']:.3f} times its normal time.",
         "In flight: from the issue until the consumer has waited for it; the tensor cores may be "
         "done sooner.",
-        "Numbers are those of key blocks.",
+        f"Numbers are those of {'key' if work['mode'] == 'forward' else 'query'} blocks.",
         f"Of the blocks' time, {overlap['tensor']:.1%} has a product in flight;",
-        f"of the softmax, {under:.1%} runs under one.",
+        f"of {recording.layout.compute}, {under:.1%} runs under one.",
     ]
     return " ".join(parts)

@@ -1,165 +1,196 @@
-"""The meaning of the marks of csrc/kernels/sm90_forward/marks.cuh, in their order."""
+"""What the marks of a kernel mean: the states of its roles, in the order of its marks.cuh."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 WORDS = 16  # uint32 of a row; see csrc/attn/timeline.cuh
-ROWS = 64  # query rows of a consumer
-SCHEDULER, PRODUCER, QUERIES, CONSUMER = range(4)  # lanes; consumers have all from the last on
+SCHEDULER = 0  # its lane in every kernel
+# Per SM and cycle, compute capability 9.0: dense 16-bit FLOPs of the tensor cores (Hopper
+# whitepaper), base-2 exponentials (CUDA programming guide, arithmetic throughput).
+TENSOR_FLOPS = 4096
+EXPONENTIALS = 16
 
 # What a state is, for pictures and sums.
-SOFTMAX = "softmax"
+COMPUTE = "softmax"  # exponentials, and what is computed beside them
 ISSUE = "issue"
 TENSOR_WAIT = "wait for tensor cores"
 LOAD_WAIT = "wait for loads"
 TILE_WAIT = "wait for a tile"
 SLOT_WAIT = "wait for a free slot"
-OUTPUT = "rescale O, epilogue"
-KINDS = (SOFTMAX, OUTPUT, ISSUE, TENSOR_WAIT, LOAD_WAIT, TILE_WAIT, SLOT_WAIT)
+OTHERS_WAIT = "wait for other consumers"
+OUTPUT = "rescale, stage, store results"
+KINDS = (COMPUTE, OUTPUT, ISSUE, TENSOR_WAIT, LOAD_WAIT, OTHERS_WAIT, TILE_WAIT, SLOT_WAIT)
+
+# The scheduler's notes on a tile, from word NOTES on.
+NOTES = 8
+# Words of a block's row and of the end row of a lane.
+SM, CLOCK, TIMER, TILES, STEPS = 0, 1, 3, 5, 6
+BEGAN = TILES  # 1 in the row of a block that ran
+
+Words = NDArray[np.uint32]
+Counts = NDArray[np.int64]
+Facts = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class State:
     """What a role does from one mark to its next.
 
-    `mark` is the name in marks.cuh without its k. `scores` and `output` say whether a product S or
-    P V of this consumer has been issued and not yet been waited for.
+    `mark` is the name in marks.cuh without its k. `flying` names the products of this consumer that
+    have been issued and not yet been waited for; `begins` the one whose issue begins here.
     """
 
     mark: str
     label: str
     kind: str
-    scores: bool = False
-    output: bool = False
+    flying: tuple[str, ...] = ()
+    begins: str = ""
 
 
-SCHEDULER_TILE = (
-    State("AwaitRequest", "wait for the request", TILE_WAIT),
-    State("Take", "take the next tile", ISSUE),
-    State("AwaitSlot", "wait for a slot", SLOT_WAIT),
-    State("Hand", "work it out, hand it out", ISSUE),
-)
-PRODUCER_TILE = (State("AwaitTile", "wait for a tile", TILE_WAIT),)
-PRODUCER_STEP = (
-    State("AwaitKSlot", "wait for a K slot", SLOT_WAIT),
-    State("IssueK", "load K", ISSUE),
-    State("AwaitVSlot", "wait for a V slot", SLOT_WAIT),
-    State("IssueV", "load V", ISSUE),
-)
-QUERIES_TILE = (
-    State("AwaitTile", "wait for a tile", TILE_WAIT),
-    State("AwaitSlot", "wait for a Q slot", SLOT_WAIT),
-    State("Issue", "load Q as slots come free", ISSUE),
-)
-CONSUMER_TILE = (
-    State("AwaitTile", "wait for a tile", TILE_WAIT),
-    State("Prepare", "clear O", OUTPUT),
-    State("AwaitQ", "wait for Q", LOAD_WAIT),
-    State("SkipFirst", "skip others' first blocks", SLOT_WAIT),
-    State("AwaitK", "wait for first K", LOAD_WAIT),
-    State("IssueScores", "issue first S", ISSUE, scores=True),
-    State("AwaitScores", "wait for first S", TENSOR_WAIT, scores=True),
-    State("Softmax", "first softmax", SOFTMAX),
-    State("AwaitNextK", "wait for second K", LOAD_WAIT),
-    State("AwaitLastV", "wait for last V", LOAD_WAIT),
-    State("IssueOutput", "issue last P V", ISSUE, output=True),
-    State("AwaitOutput", "wait for last P V", TENSOR_WAIT, output=True),
-    State("SkipLast", "skip others' last blocks", SLOT_WAIT),
-    State("Epilogue", "epilogue", OUTPUT),
-)
-CONSUMER_STEP = (
-    State("IssueScores", "issue S", ISSUE, scores=True),
-    State("AwaitV", "wait for V", LOAD_WAIT, scores=True),
-    State("IssueOutput", "issue P V", ISSUE, scores=True, output=True),
-    State("AwaitScores", "wait for S", TENSOR_WAIT, scores=True, output=True),
-    State("Softmax", "softmax", SOFTMAX, output=True),
-    State("RaiseMaximum", "softmax by a new maximum", SOFTMAX, output=True),
-    State("AwaitK", "wait for K", LOAD_WAIT, output=True),
-    State("AwaitOutput", "wait for P V", TENSOR_WAIT, output=True),
-    State("Rescale", "rescale O, pack P", OUTPUT),
-)
-# The scheduler's notes on a tile, from word NOTES on.
-NOTES = 8
-TILE_NOTES = (
-    "head", "batch", "first_unit", "begin", "end", "full_begin", "full_end", "end_unit",
-)  # fmt: skip
+class Marks(NamedTuple):
+    """Places for marks: code, tile, step as in a track; whether a mark is due; the mark, or 0."""
 
-# Words of a block's row and of the end row of a lane.
-SM, CLOCK, TIMER, TILES, STEPS = 0, 1, 3, 5, 6
-BEGAN = TILES  # 1 in the row of a block that ran
-
-# Optional marks; and the words of CONSUMER_TILE for a consumer's own key blocks: for the first one,
-# which the steps follow, and for all of them.
-_SCHEDULER_MARKS = [state.mark for state in SCHEDULER_TILE]
-# The first tile of a thread block is described at its start.
-NOT_FIRST = [_SCHEDULER_MARKS.index(mark) for mark in ("Take", "AwaitSlot")]
-_STEP_MARKS = [state.mark for state in CONSUMER_STEP]
-# A tile that looks at its sums late has the first after the second.
-RAISE_MAXIMUM, AWAIT_K = (_STEP_MARKS.index(mark) for mark in ("RaiseMaximum", "AwaitK"))
-_CONSUMER_MARKS = [state.mark for state in CONSUMER_TILE]
-FIRST_BLOCK = range(_CONSUMER_MARKS.index("AwaitK"), _CONSUMER_MARKS.index("AwaitLastV"))
-OWN_BLOCKS = range(_CONSUMER_MARKS.index("AwaitK"), _CONSUMER_MARKS.index("SkipLast"))
+    code: NDArray[np.int8]
+    tile: NDArray[np.int32]
+    step: NDArray[np.int32]
+    due: NDArray[np.bool_]
+    mark: Words
 
 
-TILE_STATES = {
-    "scheduler": SCHEDULER_TILE,
-    "producer": PRODUCER_TILE,
-    "queries": QUERIES_TILE,
-    "consumer": CONSUMER_TILE,
-}
-STEP_STATES = {
-    "scheduler": (),
-    "producer": PRODUCER_STEP,
-    "queries": (),
-    "consumer": CONSUMER_STEP,
-}
+class Places:
+    """Collects the places for marks of a lane, and orders them as the program does."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Any, ...]] = []
+
+    def add(self, mark: Words, due: Any, *columns: Any) -> None:
+        """Columns: tile, phase, step in the phase, order in the step, code, shown step."""
+        row = (*columns, due, mark)
+        self._parts.append(tuple(np.broadcast_to(column, mark.shape).ravel() for column in row))
+
+    def in_order(self) -> Marks:
+        columns = [np.concatenate(column) for column in zip(*self._parts, strict=True)]
+        order = np.lexsort(columns[3::-1])
+        tile, *_, code, step, due, mark = (column[order] for column in columns)
+        codes, tiles, steps = code.astype(np.int8), tile.astype(np.int32), step.astype(np.int32)
+        return Marks(codes, tiles, steps, due, mark)
 
 
-def _codes(tile: tuple[State, ...], step: tuple[State, ...]) -> tuple[State, ...]:
-    """States of a role: of a tile as their word, of a step as WORDS + their word."""
-    gap = tuple(State("", "", "") for _ in range(WORDS - len(tile)))
-    return (*tile, *gap, *step)
+class Layout(ABC):
+    """The roles of a kernel, one for each lane; all consumers have the last one.
 
-
-# State of each code of a track, by role.
-STATES = {role: _codes(tile, STEP_STATES[role]) for role, tile in TILE_STATES.items()}
-
-
-def role_of(lane: int) -> str:
-    return list(TILE_STATES)[min(lane, CONSUMER)]
-
-
-def has_steps(lane: int) -> bool:
-    """Whether a lane marks steps besides tiles."""
-    return bool(STEP_STATES[role_of(lane)])
-
-
-def lane_name(lane: int) -> str:
-    role = role_of(lane)
-    return f"consumer {lane - CONSUMER}" if role == "consumer" else role
-
-
-def codes(role: str, *marks: str) -> NDArray[np.int8]:
-    """Codes of the states of these names; a step's are written "step.Name", a tile's "tile.Name".
-
-    Raises ValueError for a name that is none.
+    A tile has steps: blocks of keys in the forward, of queries in the backward. `notes` has the
+    scheduler's words of each tile of a block, [tiles, len(self.notes)].
     """
-    found = []
-    for name in marks:
-        part, _, mark = name.partition(".")
-        low, high = (0, WORDS) if part == "tile" else (WORDS, 2 * WORDS)
-        states = STATES[role]
-        at = [c for c in range(low, min(high, len(states))) if states[c].mark == mark]
-        if not at:
-            raise ValueError(f"marks must be states of the {role}, got {name!r}")
-        found += at
-    return np.array(found, np.int8)
 
+    mode: ClassVar[str]
+    title: ClassVar[str]  # of pictures
+    notes: ClassVar[tuple[str, ...]]
+    tile_states: ClassVar[dict[str, tuple[State, ...]]]
+    step_states: dict[str, tuple[State, ...]]
+    compute: ClassVar[str]  # what COMPUTE is in this kernel
+    costs_are: ClassVar[dict[str, str]]  # the names of `costs`, and what they are
 
-def flags(role: str, field: str, value: object = True) -> NDArray[np.bool_]:
-    """For each code of a role: whether this field of its state has the value."""
-    return np.array([getattr(state, field) == value for state in STATES[role]])
+    @cached_property
+    def roles(self) -> tuple[str, ...]:
+        return tuple(self.tile_states)
+
+    @cached_property
+    def consumer(self) -> int:
+        """The lane of the first consumer; the others follow it."""
+        return len(self.roles) - 1
+
+    @cached_property
+    def states(self) -> dict[str, tuple[State, ...]]:
+        """State of each code of a track: of a tile its word, of a step WORDS + its word."""
+        none = State("", "", "")
+        return {
+            role: (*tile, *(none,) * (WORDS - len(tile)), *self.step_states.get(role, ()))
+            for role, tile in self.tile_states.items()
+        }
+
+    @cached_property
+    def products(self) -> tuple[str, ...]:
+        """The products of a consumer, in the order of their issue."""
+        states = self.states[self.roles[-1]]
+        return tuple(dict.fromkeys(state.begins for state in states if state.begins))
+
+    def role_of(self, lane: int) -> str:
+        return self.roles[min(lane, self.consumer)]
+
+    def has_steps(self, lane: int) -> bool:
+        """Whether a lane marks steps besides tiles."""
+        return self.role_of(lane) in self.step_states
+
+    def lane_name(self, lane: int) -> str:
+        role = self.role_of(lane)
+        return f"consumer {lane - self.consumer}" if role == "consumer" else role
+
+    def note(self, notes: NDArray[np.int32], name: str) -> Counts:
+        """One word of each tile."""
+        return notes[:, self.notes.index(name)].astype(np.int64)
+
+    def codes(self, role: str, *marks: str) -> NDArray[np.int8]:
+        """Codes of the states of these names: a step's are "step.Name", a tile's "tile.Name".
+
+        Raises ValueError for a name that is none.
+        """
+        found = []
+        for name in marks:
+            part, _, mark = name.partition(".")
+            low, high = (0, WORDS) if part == "tile" else (WORDS, 2 * WORDS)
+            states = self.states[role]
+            at = [c for c in range(low, min(high, len(states))) if states[c].mark == mark]
+            if not at:
+                raise ValueError(f"marks must be states of the {role}, got {name!r}")
+            found += at
+        return np.array(found, np.int8)
+
+    def which(self, role: str, of_state: Any) -> NDArray[np.bool_]:
+        """For each code of a role: whether `of_state` is true of its state."""
+        return np.array([bool(of_state(state)) for state in self.states[role]])
+
+    @abstractmethod
+    def steps_of_tiles(self, notes: NDArray[np.int32], facts: Facts) -> Counts:
+        """Steps of each tile."""
+
+    @abstractmethod
+    def own_steps(self, notes: NDArray[np.int32], facts: Facts) -> Counts:
+        """Steps in which each consumer has work, of each tile: [tiles, consumers].
+
+        Computed from the workload, not from marks.
+        """
+
+    @abstractmethod
+    def places(
+        self, lane: int, tiles: Words, steps: Words, notes: NDArray[np.int32], facts: Facts
+    ) -> Marks:
+        """All places for marks of a lane, in the order of the program.
+
+        `notes` has the tiles that were recorded whole; `tiles` may have one more row, for the last
+        request, which got no tile.
+        """
+
+    @abstractmethod
+    def costs(self, consumer: Any) -> dict[str, Counts]:
+        """Cycles that parts of a tile take in the track of a consumer, one number each time."""
+
+    @abstractmethod
+    def step_floors(self, tile: Facts) -> dict[str, float]:
+        """Least cycles that a step of all consumers takes: by "tensor_cores", by "exponentials"."""
+
+    @abstractmethod
+    def tile_facts(self, note: NDArray[np.int32], facts: Facts) -> dict[str, int]:
+        """What a tile is, for a trace."""
+
+    @abstractmethod
+    def step_facts(self, note: NDArray[np.int32], step: int, facts: Facts) -> dict[str, int]:
+        """What a step of a tile is, for a trace; the last entry names it in pictures."""

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from attnscope.timeline import layout
-from attnscope.timeline.layout import CONSUMER, SCHEDULER, WORDS
+from attnscope.timeline.layout import SCHEDULER, WORDS, Counts, Layout, Words
+from attnscope.timeline.layouts import layout_of
 
-Words = NDArray[np.uint32]
 REMEDY = "The reader and the kernel come from different sources: record again"
 FORMAT = 4
 ARRAYS = ("blocks", "head", "ends", "tiles", "steps")
@@ -26,11 +26,11 @@ ARRAYS = ("blocks", "head", "ends", "tiles", "steps")
 class Track:
     """States of one lane of one block, in program order; each ends where the next begins.
 
-    codes: index into `layout.STATES[role]`. begin, end: SM cycles since the block began. tile:
-    count of the tile in its block. step: key blocks of the tile before this one; -1 for states
-    that belong to no key block.
+    codes: index into `layout.states[role]`. begin, end: SM cycles since the block began. tile:
+    count of the tile in its block. step: number in the tile; -1 for states that belong to no step.
     """
 
+    layout: Layout
     lane: int
     codes: NDArray[np.int8]
     begin: NDArray[np.int64]
@@ -40,7 +40,7 @@ class Track:
 
     @property
     def role(self) -> str:
-        return layout.role_of(self.lane)
+        return self.layout.role_of(self.lane)
 
     @property
     def cycles(self) -> NDArray[np.int64]:
@@ -48,11 +48,21 @@ class Track:
 
     def of(self, *marks: str) -> NDArray[np.bool_]:
         """Where the state is one of these, written as "step.Softmax" or "tile.Epilogue"."""
-        return np.isin(self.codes, layout.codes(self.role, *marks))
+        return np.isin(self.codes, self.layout.codes(self.role, *marks))
 
-    def flag(self, field: str, value: object = True) -> NDArray[np.bool_]:
-        """Where a field of the state (`layout.State`) has this value."""
-        return layout.flags(self.role, field, value)[self.codes]
+    def kind(self, kind: str) -> NDArray[np.bool_]:
+        """Where the state has this kind."""
+        return self.layout.which(self.role, lambda state: state.kind == kind)[self.codes]
+
+    def flying(self, product: str = "") -> NDArray[np.bool_]:
+        """Where this product is in flight; without a name any product."""
+        return self.layout.which(
+            self.role, lambda state: product in state.flying if product else state.flying
+        )[self.codes]
+
+    def begins(self, product: str) -> NDArray[np.bool_]:
+        """Where the issue of this product begins."""
+        return self.layout.which(self.role, lambda state: state.begins == product)[self.codes]
 
 
 @dataclass(frozen=True)
@@ -83,6 +93,10 @@ class Recording:
         tiles, steps = by_lane[:, :, 1 : tile_rows + 2], by_lane[:, :, tile_rows + 2 :]
         return cls(ran, words[:, 0], by_lane[:, :, 0], tiles, steps, facts)
 
+    @property
+    def layout(self) -> Layout:
+        return layout_of(self.facts)
+
     @cached_property
     def tile_counts(self) -> NDArray[np.int64]:
         """Tiles that each lane of each block reports."""
@@ -90,7 +104,7 @@ class Recording:
 
     @cached_property
     def step_counts(self) -> NDArray[np.int64]:
-        """Key blocks that each lane of each block reports; the scheduler has none."""
+        """Steps that each lane of each block reports; the scheduler has none."""
         return self.ends[:, :, layout.STEPS].astype(np.int64)
 
     @property
@@ -104,7 +118,7 @@ class Recording:
         """SM clock during the launch; None if the device timer advanced too little."""
         cycles = nanoseconds = 0
         for block in range(len(self.blocks)):
-            for lane in range(CONSUMER, self.ends.shape[1]):
+            for lane in range(self.layout.consumer, self.ends.shape[1]):
                 end, head = self.ends[block, lane], self.head[block]
                 cycles += _wide(end, layout.CLOCK) - _wide(head, layout.CLOCK)
                 nanoseconds += _wide(end, layout.TIMER) - _wide(head, layout.TIMER)
@@ -127,55 +141,24 @@ class Recording:
         return int(at[0])
 
     def notes(self, at: int) -> NDArray[np.int32]:
-        """What the scheduler noted of each recorded tile, [tiles, len(layout.TILE_NOTES)]."""
+        """What the scheduler noted of each recorded tile, [tiles, len(layout.notes)]."""
         count = min(int(self.tile_counts[at, SCHEDULER]), self.tiles.shape[2] - 1)
         notes = self.tiles[at, SCHEDULER, :count, layout.NOTES :].astype(np.int32)
-        return notes[:, : len(layout.TILE_NOTES)]
+        return notes[:, : len(self.layout.notes)]
 
-    def key_blocks(self, at: int) -> NDArray[np.int64]:
-        """Key blocks of each recorded tile."""
-        begin, end = (layout.TILE_NOTES.index(name) for name in ("begin", "end"))
-        notes = self.notes(at).astype(np.int64)
-        return np.maximum(notes[:, end] - notes[:, begin], 0)
+    def steps_of_tiles(self, at: int) -> Counts:
+        """Steps of each recorded tile."""
+        return self.layout.steps_of_tiles(self.notes(at), self.facts)
 
-    @cached_property
-    def heads_together(self) -> int:
-        """Query heads whose units of 64 rows share tiles; `heads_together` of config.cuh."""
-        work, tile = self.facts["workload"], self.facts["tile"]
-        alone = tile["heads"] > 1 or tile.get("heads_per_tile", 1) > 1
-        return 1 if alone else work["heads_q"] // work["heads_kv"]
-
-    def own_blocks(self, at: int) -> NDArray[np.int64]:
-        """Key blocks that the rows of each consumer see, of each recorded tile: [tiles, consumers].
-
-        Computed from the workload, not from marks. There is no window, so they are the last that
-        the tile visits: the kernel goes from high keys to low.
-        """
-        work, tile = self.facts["workload"], self.facts["tile"]
-        head, first_unit, end_unit = (
-            self.notes(at)[:, layout.TILE_NOTES.index(name), None].astype(np.int64)
-            for name in ("head", "first_unit", "end_unit")
-        )
-        parts = tile.get("key_parts", 1)
-        number, part = np.divmod(np.arange(tile["consumers"]), parts)  # of the units of a tile
-        of_head = number.size // parts // tile.get("heads_per_tile", 1)
-        unit = first_unit + number % of_head
-        first = layout.ROWS * (unit // self.heads_together)
-        end = np.minimum(first + layout.ROWS, work["seqlen_q"] * tile["heads"])
-        head = head + number // of_head  # the last tile may lack a head
-        end = np.where((unit < end_unit) & (head < work["heads_q"]), end, first)
-        keys = work["seqlen_k"]
-        if work["causal"]:
-            queries = -(-end // tile["heads"])
-            keys = np.clip(queries + work["seqlen_k"] - work["seqlen_q"], 0, keys)
-        blocks = np.where(first < end, -(-keys // tile["block_n"]), 0)
-        return (blocks + parts - 1 - part) // parts
+    def own_steps(self, at: int) -> Counts:
+        """Steps in which each consumer has work, of each recorded tile: [tiles, consumers]."""
+        return self.layout.own_steps(self.notes(at), self.facts)
 
     def _whole_tiles(self, at: int) -> NDArray[np.int64]:
         """For each lane, the number of leading tiles that are recorded with all their steps."""
-        fit = int((np.cumsum(self.key_blocks(at)) <= self.steps.shape[2] - 1).sum())
+        fit = int((np.cumsum(self.steps_of_tiles(at)) <= self.steps.shape[2] - 1).sum())
         tiles = np.minimum(self.tile_counts[at], self.tiles.shape[2] - 1)
-        steps = [layout.has_steps(lane) for lane in range(tiles.size)]
+        steps = [self.layout.has_steps(lane) for lane in range(tiles.size)]
         tiles[steps] = np.minimum(tiles[steps], fit)
         return tiles
 
@@ -187,21 +170,20 @@ class Recording:
         """
         whole, count = int(self._whole_tiles(at)[lane]), int(self.tile_counts[at, lane])
         stopped = whole == count
-        name = f"{layout.lane_name(lane)} of block {self.blocks[at]}"
-        blocks = self.key_blocks(at)
+        name = f"{self.layout.lane_name(lane)} of block {self.blocks[at]}"
+        expected = int(self.steps_of_tiles(at).sum())
         steps_done = self.step_counts[at, lane]
-        if layout.has_steps(lane) and stopped and steps_done != blocks.sum():
+        if self.layout.has_steps(lane) and stopped and steps_done != expected:
             raise ValueError(
-                f"recording: {name} must have the {blocks.sum()} steps of its tiles, got "
+                f"recording: {name} must have the {expected} steps of its tiles, got "
                 f"{steps_done}. {REMEDY}"
             )
-        own = self.own_blocks(at)[:, lane - CONSUMER] if lane >= CONSUMER else blocks
         tiles, steps = self.tiles[at, lane, : whole + stopped], self.steps[at, lane]
-        marks = _in_order(layout.role_of(lane), tiles, steps, blocks[:whole], own[:whole])
+        marks = self.layout.places(lane, tiles, steps, self.notes(at)[:whole], self.facts)
         wrong = np.flatnonzero(marks.due != (marks.mark != 0))
         if wrong.size:
             code, tile = marks.code[wrong[0]], marks.tile[wrong[0]]
-            mark = layout.STATES[layout.role_of(lane)][code].mark
+            mark = self.layout.states[self.layout.role_of(lane)][code].mark
             rule, got = ("a", "none") if marks.due[wrong[0]] else ("no", "one")
             raise ValueError(
                 f"recording: {name} must have {rule} mark {mark} in tile {tile}, got {got}. "
@@ -220,7 +202,7 @@ class Recording:
             raise ValueError(
                 f"recording: marks of {name} must be in order, got earlier ones. {REMEDY}"
             )
-        return Track(lane, code, begin, end, tile, step)
+        return Track(self.layout, lane, code, begin, end, tile, step)
 
     def tracks(self, at: int) -> list[Track]:
         return [self.track(at, lane) for lane in range(self.ends.shape[1])]
@@ -269,68 +251,3 @@ def rows_of_block(lanes: int, tile_rows: int, step_rows: int) -> int:
 def _wide(row: Words, word: int) -> int:
     """The 64-bit number in two words."""
     return int(row[word]) | int(row[word + 1]) << 32
-
-
-class _Marks(NamedTuple):
-    """Places for marks: code, tile, step as in a track; whether a mark is due; the mark, or 0."""
-
-    code: NDArray[np.int8]
-    tile: NDArray[np.int32]
-    step: NDArray[np.int32]
-    due: NDArray[np.bool_]
-    mark: Words
-
-
-def _in_order(
-    role: str, tiles: Words, steps: Words, blocks: NDArray[np.int64], own: NDArray[np.int64]
-) -> _Marks:
-    """All places for marks of a lane, in the order of the program.
-
-    `blocks` counts the key blocks of each tile; the lane works on the last `own` of them. `tiles`
-    has one more row, for the last request, which got no tile.
-    """
-    parts: list[tuple[Any, ...]] = []
-
-    def add(mark: Words, due: Any, *columns: Any) -> None:
-        """Columns: tile, phase, step in the phase, order in the step, code, shown step."""
-        row = (*columns, due, mark)
-        parts.append(tuple(np.broadcast_to(column, mark.shape).ravel() for column in row))
-
-    names = layout.TILE_STATES[role]
-    word, number = np.arange(len(names))[None], np.arange(len(tiles))[:, None]
-    marks = tiles[:, : word.size]
-    handed = number < len(blocks)
-    if role == "scheduler":
-        add(marks, ~np.isin(word, layout.NOT_FIRST) | (number > 0), number, 0, 0, word, word, -1)
-    elif role in ("producer", "queries"):
-        add(marks, handed | (word == 0), number, 0, 0, word, word, -1)
-    else:
-        skipped = np.append(blocks - own, 0)[number]
-        of_blocks = np.isin(word, layout.OWN_BLOCKS)
-        due = np.where(of_blocks, np.append(own > 0, False)[number], handed | (word == 0))
-        shown = np.where(np.isin(word, layout.FIRST_BLOCK), skipped, -1)
-        phase = np.where(word < layout.FIRST_BLOCK.stop, 0, 2)
-        add(marks, due, number, phase, 0, word, word, shown)
-
-    if blocks.size and layout.STEP_STATES[role]:
-        owner = np.repeat(np.arange(blocks.size), blocks)[:, None]
-        inside = np.arange(owner.size)[:, None] - (np.cumsum(blocks) - blocks)[owner]
-        word = np.arange(len(layout.STEP_STATES[role]))[None]
-        marks = steps[: owner.size, : word.size]
-        if role == "producer":  # V of a block comes in the round of the next block's K
-            late = word >= 2
-            add(marks, True, owner, 1, inside + late, np.where(late, 8, 0) + word, WORDS + word,
-                inside)  # fmt: skip
-        else:  # the first block is marked as part of the tile
-            due = inside > (blocks - own)[owner]
-            due = due & ((word != layout.RAISE_MAXIMUM) | (marks != 0))
-            place = np.broadcast_to(2 * word, marks.shape).copy()
-            since = np.subtract(
-                marks[:, layout.RAISE_MAXIMUM], marks[:, layout.AWAIT_K], dtype=np.uint32
-            )
-            place[since.view(np.int32) > 0, layout.RAISE_MAXIMUM] = 2 * layout.AWAIT_K + 1
-            add(marks, due, owner, 1, inside, place, WORDS + word, inside)
-    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-    order = np.lexsort(columns[3::-1])
-    tile, *_, code, step, due, mark = (column[order] for column in columns)
-    return _Marks(code.astype(np.int8), tile.astype(np.int32), step.astype(np.int32), due, mark)

@@ -12,20 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnscope.timeline import layout
-from attnscope.timeline.layout import CONSUMER
 from attnscope.timeline.recording import Recording, Track
 
 Event = dict[str, Any]
 # Threads of a process: the lanes, and what each consumer has in flight below it.
-PER_LANE = 3
+PER_LANE = 4
 
 
 def write_trace(recording: Recording, path: Path) -> None:
     """Write a gzipped trace: a process for each block, a thread for each role.
 
-    Under a consumer stand its products in flight, S and P V, each from its issue until it was
-    waited for. Times are microseconds since the first block began; within a block they are exact to
-    a cycle, between blocks to a step of the device timer.
+    Under a consumer stand its products in flight, each from its issue until it was waited for.
+    Times are microseconds since the first block began; within a block they are exact to a cycle,
+    between blocks to a step of the device timer.
     """
     events = [e for at in range(len(recording.blocks)) for e in _block_events(recording, at)]
     content = {"traceEvents": events, "displayTimeUnit": "ns", "otherData": recording.facts}
@@ -45,32 +44,31 @@ def _block_events(recording: Recording, at: int) -> Iterator[Event]:
     def times(cycles: NDArray[np.int64]) -> NDArray[np.int64]:
         return recording.begins_ns[at] + np.rint(cycles * 1e3 / mhz).astype(np.int64)
 
+    kernel = recording.layout
     for track in recording.tracks(at):
         thread = PER_LANE * track.lane
-        yield _thread(block, thread, layout.lane_name(track.lane))
-        yield from _spans(block, thread, track, notes, recording.heads_together, times)
+        yield _thread(block, thread, kernel.lane_name(track.lane))
+        yield from _spans(block, thread, track, notes, recording.facts, times)
         begins, ends = times(track.begin), times(track.end)
-        states = layout.STATES[track.role]
+        states = kernel.states[track.role]
         for code, begin, end in zip(track.codes, begins, ends, strict=True):
             state = states[code]
             yield _span(block, thread, state.label, begin, end, cat=state.kind)
-        if track.lane >= CONSUMER:
-            for row, (field, product) in enumerate((("scores", "S"), ("output", "P V")), start=1):
-                yield _thread(block, thread + row, f"{layout.lane_name(track.lane)}: {product}")
-                for begin, end in in_flight(track, field):
+        if track.lane >= kernel.consumer:
+            for row, product in enumerate(kernel.products, start=1):
+                yield _thread(block, thread + row, f"{kernel.lane_name(track.lane)}: {product}")
+                for begin, end in in_flight(track, product):
                     span = (*times(np.array([begin, end])),)
                     yield _span(block, thread + row, product, *span, cat="in flight")
 
 
-def in_flight(track: Track, field: str) -> list[tuple[int, int]]:
-    """(begin, end) in cycles of each S (field "scores") or P V ("output") of a consumer.
+def in_flight(track: Track, product: str) -> list[tuple[int, int]]:
+    """(begin, end) in cycles of each time that a product of a consumer is in flight.
 
-    Each begins with an issue; the state before it may be of another product of the same kind.
+    Each begins with an issue; the state before it may be of another product of the same name.
     """
-    on = track.flag(field)
-    marks = ("IssueScores",) if field == "scores" else ("IssueOutput",)
-    starts = track.of(*(f"{part}.{mark}" for part in ("tile", "step") for mark in marks))
-    first = np.flatnonzero(on & (starts | ~np.append(False, on[:-1])))
+    on = track.flying(product)
+    first = np.flatnonzero(on & (track.begins(product) | ~np.append(False, on[:-1])))
     after = np.append(first, len(on))[1:]
     spans = []
     for begin, limit in zip(first, after, strict=True):
@@ -81,23 +79,24 @@ def in_flight(track: Track, field: str) -> list[tuple[int, int]]:
 
 
 def _spans(
-    block: int, thread: int, track: Track, notes: NDArray[np.int32], heads_together: int, times: Any
+    block: int, thread: int, track: Track, notes: NDArray[np.int32], facts: Any, times: Any
 ) -> Iterator[Event]:
-    """What encloses the states: tiles, and the key blocks of each (not for the producer, which has
-    K of one block and V of another in turn)."""
+    """What encloses the states: tiles, and the steps of each (of consumers: the forward's producer
+    has K of one block and V of another in turn)."""
+    kernel = track.layout
     for tile in np.unique(track.tile[track.tile < len(notes)]):
         of_tile = np.flatnonzero(track.tile == tile)
-        head, batch, unit, _, end, *_ = notes[tile].tolist()
-        row = layout.ROWS * (unit // heads_together)
-        what = {"batch": batch, "head": head, "first_row": row}
+        what = kernel.tile_facts(notes[tile], facts)
         yield _between(block, thread, f"tile {tile}", track, of_tile, times, what)
-        if track.lane < CONSUMER:
+        if track.lane < kernel.consumer:
             continue
         steps = track.step[of_tile]
         for step in np.unique(steps[steps >= 0]):
-            key = {"key_block": int(end - 1 - step)}
-            name = f"key block {key['key_block']}"
-            yield _between(block, thread, name, track, of_tile[steps == step], times, key)
+            what = kernel.step_facts(notes[tile], step, facts)
+            name, number = list(what.items())[-1]
+            at = of_tile[steps == step]
+            name = f"{name.replace('_', ' ')} {number}"
+            yield _between(block, thread, name, track, at, times, what)
 
 
 def _between(

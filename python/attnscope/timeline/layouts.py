@@ -1,0 +1,12 @@
+"""The kernels that have marks."""
+
+from attnscope.timeline import backward
+from attnscope.timeline.forward import FORWARD
+from attnscope.timeline.layout import Facts, Layout
+
+
+def layout_of(facts: Facts) -> Layout:
+    """The layout of a recording with these facts."""
+    if facts["workload"]["mode"] == "forward":
+        return FORWARD
+    return backward.LATE if facts["tile"]["head_dim"] == 64 else backward.EARLY
