@@ -143,6 +143,24 @@ void add_counts(JsonObject& json, long long tiles, long long blocks, int64_t res
       .add("waves", (tiles + resident - 1) / resident);
 }
 
+// What is reported of every choice.
+JsonObject choice_of(const char* kernel, const JsonObject& tile, const char* rule, int heads,
+                     bool causal, const char* not_sm90) {
+  JsonObject json;
+  json.add("kernel", kernel)
+      .add("tile", tile)
+      .add("rule", rule)
+      .add("heads_side_by_side", heads)
+      .add("causal", causal)
+      .add("not_sm90", not_sm90);
+  return json;
+}
+
+// Tiles of keys of a call whose sequences all have the longest length.
+long long tiles_of_keys(const ForwardParams& p, int block_n) {
+  return (p.seqlen_k + block_n - 1LL) / block_n * p.batch * p.heads_kv;
+}
+
 std::string choose_forward_sm90(const ForwardParams& p, bool packed, const Device& device) {
   const int sms = static_cast<int>(device.sms);
   sm90::ForwardCall call = sm90::forward_call(p);
@@ -155,16 +173,12 @@ std::string choose_forward_sm90(const ForwardParams& p, bool packed, const Devic
                                  : sm90::tiles_of(t, choice.grouping, call))
                               .count();
   const int64_t resident = t.blocks_per_sm * device.sms;
-  JsonObject json;
-  json.add("kernel", "sm90_forward")
-      .add("tile", describe(t))
-      .add("rule", choice.grouping > 0 ? "grouped heads"
-                   : choice.row == sm90::first_tile(call)
-                       ? "first row whose bounds include the call"
-                       : "least time by estimate")
-      .add("heads_side_by_side", 1 << choice.grouping)
-      .add("causal", call.causal)
-      .add("not_sm90", static_cast<const char*>(nullptr));
+  const char* const rule = choice.grouping > 0 ? "grouped heads"
+                           : choice.row == sm90::first_tile(call)
+                               ? "first row whose bounds include the call"
+                               : "least time by estimate";
+  JsonObject json =
+      choice_of("sm90_forward", describe(t), rule, 1 << choice.grouping, call.causal, nullptr);
   add_counts(json, tiles, std::min<long long>(tiles, resident), resident);
   return json.text();
 }
@@ -184,34 +198,26 @@ std::string choose_forward_sm80(const ForwardParams& p, bool packed, const Devic
       sm80::kForwardTiles[sm80::forward_row(std::max(p.head_dim, p.head_dim_v))];
   const long long heads = static_cast<long long>(p.batch) * p.heads_q;
   const long long tiles = (p.seqlen_q + t.block_m - 1LL) / t.block_m * heads;
-  JsonObject json;
-  json.add("kernel", "sm80_forward")
-      .add("tile", describe(t))
-      .add("rule", "the row of the head dim")
-      .add("heads_side_by_side", 1)
-      .add("causal", sm90::is_causal(p))
-      .add("not_sm90", not_sm90.c_str());
+  JsonObject json = choice_of("sm80_forward", describe(t), "the row of the head dim", 1,
+                              sm90::is_causal(p), not_sm90.c_str());
   // A packed call has one more block a head: it clears rows that no tile covers.
   add_counts(json, tiles, tiles + (packed ? p.heads_q : 0), t.blocks_per_sm * device.sms);
   return json.text();
 }
 
+constexpr char kFirstRow[] = "first row that serves the call";
+
 std::string choose_backward_sm90(const ForwardParams& p, const Device& device) {
   const int sms = static_cast<int>(device.sms), row = sm90::choose_backward(p, sms);
   const sm90::BackwardTile& t = sm90::kBackwardTiles[row];
   const int ranks = t.wide() ? sm90::kWideRanks : 1;  // thread blocks of a tile
-  const long long tiles = (p.seqlen_k + t.block_n - 1LL) / t.block_n * p.batch * p.heads_kv;
   const long long most = sm90::key_tiles(p, t);
-  JsonObject json;
-  json.add("kernel", "sm90_backward")
-      .add("tile", describe(t))
-      .add("rule", row == sm90::first_backward_tile(p) ? "first row that serves the call"
-                                                       : "least rounds x step_time")
-      .add("heads_side_by_side", 1)
-      .add("causal", sm90::is_causal(p))
-      .add("not_sm90", static_cast<const char*>(nullptr));
+  const char* const rule =
+      row == sm90::first_backward_tile(p) ? kFirstRow : "least rounds x step_time";
+  JsonObject json = choice_of("sm90_backward", describe(t), rule, 1, sm90::is_causal(p), nullptr);
   // Narrow: thread blocks take tiles one after the other.
-  add_counts(json, tiles, t.wide() ? most * ranks : std::min<long long>(most, sms), sms / ranks);
+  add_counts(json, tiles_of_keys(p, t.block_n),
+             t.wide() ? most * ranks : std::min<long long>(most, sms), sms / ranks);
   return json.text();
 }
 
@@ -235,14 +241,9 @@ std::string choose_backward_sm80(const ForwardParams& p, const Device& device,
                                  const std::string& not_sm90) {
   const sm80::BackwardTile& t = sm80::kBackwardTiles[sm80::backward_row(
       std::max(p.head_dim, p.head_dim_v), block_shared_bytes(device.capability))];
-  const long long tiles = (p.seqlen_k + t.block_n - 1LL) / t.block_n * p.batch * p.heads_kv;
-  JsonObject json;
-  json.add("kernel", "sm80_backward")
-      .add("tile", describe(t))
-      .add("rule", "first row that serves the call")
-      .add("heads_side_by_side", 1)
-      .add("causal", sm90::is_causal(p))
-      .add("not_sm90", not_sm90.c_str());
+  const long long tiles = tiles_of_keys(p, t.block_n);
+  JsonObject json =
+      choice_of("sm80_backward", describe(t), kFirstRow, 1, sm90::is_causal(p), not_sm90.c_str());
   add_counts(json, tiles, tiles, t.blocks_per_sm * device.sms);
   return json.text();
 }

@@ -23,19 +23,8 @@ OWN_STEP = tuple(state.mark for state in backward.CONSUMER_STEP[: backward.PASS_
 TURN = tuple(backward.CONSUMER_STEP[i].mark for i in backward.TURN)
 
 
-class Block(Buffer):
-    """The marks of a thread block; states are named as in attnscope.timeline.backward."""
-
-    def put(self, lane: int, part: str, number: int, mark: str, cycles: int | None = None) -> None:
-        role = self.kernel.role_of(lane)
-        table = self.kernel.tile_states if part == "tile" else self.kernel.step_states
-        word = [state.mark for state in table[role]].index(mark)
-        row = self.row(lane, part, number)
-        self.rows[row, word] = timeline_marks.ORIGIN + self.cycles[lane] & 0xFFFFFFFF
-        known = {"Probabilities": 300, "ScoreGradients": 200, "AwaitScores": 100, "AwaitDp": 40}
-        self.cycles[lane] += known.get(mark, 10) if cycles is None else cycles
-
-    kernel: Any
+# Cycles of each state; any other state takes 10.
+CYCLES = {"Probabilities": 300, "ScoreGradients": 200, "AwaitScores": 100, "AwaitDp": 40}
 
 
 def facts_of(name: str, causal: bool, seqlen_q: int, seqlen_k: int, group: int) -> dict[str, Any]:
@@ -75,8 +64,7 @@ def recording(
     notes = tiles_of(facts)
     lanes = CONSUMER + tile["consumers"]
     buffer = np.zeros((1, rows_of_block(lanes, tile_rows, step_rows), WORDS), np.uint32)
-    b = Block(buffer[0], tile_rows, step_rows, lag=5)
-    b.kernel = kernel
+    b = Buffer(buffer[0], tile_rows, step_rows, 5, kernel, CYCLES)
     b.clocks(0, 0)
     b.rows[0, [layout.SM, layout.BEGAN]] = 100, 1
     steps = [(end - begin) * group for _, _, _, begin, end, *_ in notes]
@@ -95,7 +83,7 @@ def recording(
     return Recording.from_words(buffer, lanes, tile_rows, step_rows, facts)
 
 
-def _feed(b: Block, notes: list[Any], steps: list[int], done: Any, late: bool) -> None:
+def _feed(b: Buffer, notes: list[Any], steps: list[int], done: Any, late: bool) -> None:
     for tile, count in enumerate(steps):
         for state in backward.PRODUCER_TILE:
             if not (late and state.mark in ("AwaitKSlot", "IssueK")):
@@ -112,7 +100,7 @@ def _feed(b: Block, notes: list[Any], steps: list[int], done: Any, late: bool) -
 
 
 def _consume(
-    b: Block, consumer: int, notes: list[Any], steps: list[int], done: Any, facts: dict[str, Any],
+    b: Buffer, consumer: int, notes: list[Any], steps: list[int], done: Any, facts: dict[str, Any],
     early: bool,
 ) -> None:  # fmt: skip
     lane, work, tile = CONSUMER + consumer, facts["workload"], facts["tile"]

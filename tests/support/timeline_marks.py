@@ -43,7 +43,11 @@ TIMER, NS_PER_CYCLE = 5_000_000_000, 0.5
 class Buffer:
     """One block's part of the buffer, with a clock for each lane."""
 
-    def __init__(self, rows: np.ndarray, tile_rows: int, step_rows: int, lag: int) -> None:
+    def __init__(
+        self, rows: np.ndarray, tile_rows: int, step_rows: int, lag: int,
+        kernel: layout.Layout = FORWARD, known: dict[str, int] = CYCLES,
+    ) -> None:  # fmt: skip
+        self.kernel, self.known = kernel, known
         self.rows, self.tile_rows, self.step_rows = rows, tile_rows, step_rows
         self.lane_rows = tile_rows + step_rows + 3
         self.cycles = dict.fromkeys(range(CONSUMER + 4), lag)
@@ -55,10 +59,10 @@ class Buffer:
 
     def put(self, lane: int, part: str, number: int, mark: str, cycles: int | None = None) -> None:
         """The lane is in this state from now on, for `cycles`."""
-        states = getattr(forward, f"{FORWARD.role_of(lane).upper()}_{part.upper()}")
-        word = [state.mark for state in states].index(mark)
+        table = self.kernel.tile_states if part == "tile" else self.kernel.step_states
+        word = [state.mark for state in table[self.kernel.role_of(lane)]].index(mark)
         self.rows[self.row(lane, part, number), word] = ORIGIN + self.cycles[lane] & 0xFFFFFFFF
-        self.cycles[lane] += CYCLES.get(mark, 10) if cycles is None else cycles
+        self.cycles[lane] += self.known.get(mark, 10) if cycles is None else cycles
 
     def row(self, lane: int, part: str, number: int) -> int:
         first = 1 + lane * self.lane_rows

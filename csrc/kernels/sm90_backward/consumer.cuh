@@ -157,9 +157,7 @@ class BackwardConsumer {
       Scores left, right;
       issue_transposed_query_gradient<Config>(left, keys(), 0, scores());
       issue_transposed_query_gradient<Config>(right, keys(), 1, scores());
-      mark(AtStep::kAwaitGradientSlot);
-      wait(s.dq_empty[out.stage], out.parity ^ 1);
-      mark(AtStep::kAwaitGradient);
+      await_gradient_slot(out);
       ptx::wgmma_wait<1>();
       ptx::pin_registers(left);
       mark(AtStep::kStageGradient);
@@ -171,9 +169,7 @@ class BackwardConsumer {
     } else {
       float dq[Config::kHeadDim / 2];
       issue_query_gradient<Config>(dq, scores(), keys());
-      mark(AtStep::kAwaitGradientSlot);
-      wait(s.dq_empty[out.stage], out.parity ^ 1);
-      mark(AtStep::kAwaitGradient);
+      await_gradient_slot(out);
       ptx::wgmma_wait<0>();
       ptx::pin_registers(dq);
       mark(AtStep::kStageGradient);
@@ -194,6 +190,13 @@ class BackwardConsumer {
     ptx::fence_proxy_async();
     inject(Fault::kScores, 2 * of_step + 1);
     release(s.dq_full[GradientRing(of_step).stage]);
+  }
+
+  // Until the writer's buffer of dQ is free.
+  __device__ __forceinline__ void await_gradient_slot(const GradientRing& out) const {
+    mark(AtStep::kAwaitGradientSlot);
+    wait(s.dq_empty[out.stage], out.parity ^ 1);
+    mark(AtStep::kAwaitGradient);
   }
 
   // Until the step's buffer of dS is read for the last time.

@@ -22,10 +22,9 @@ from attnscope.timeline.layout import (
     Counts,
     Facts,
     Layout,
-    Marks,
     Places,
+    Rows,
     State,
-    Words,
 )
 
 KEYS = 64  # of a consumer
@@ -163,71 +162,52 @@ class Backward(Layout):
         begin, end, start = (self.note(notes, name)[tile] for name in ("begin", "end", "start"))
         return begin + (start - begin + inside) % np.maximum(end - begin, 1)
 
-    def places(
-        self, lane: int, tiles: Words, steps: Words, notes: NDArray[np.int32], facts: Facts
-    ) -> Marks:
-        found, role, tile = Places(), self.role_of(lane), facts["tile"]
-        counts = self.steps_of_tiles(notes, facts)
-        late = loads_k_late(tile)
-        word, number = np.arange(len(self.tile_states[role]))[None], np.arange(len(tiles))[:, None]
-        marks = tiles[:, : word.size]
-        handed = number < len(counts)
-        if role == "scheduler":  # the request for no more tiles is not followed by one
-            due = handed | (word < SCHEDULER_TILE.index(SCHEDULER_TILE[-1]))
-            found.add(marks, due, number, 0, 0, word, word, -1)
-        elif role == "consumer":
-            due = handed | (word == 0)
-            found.add(marks, due, number, np.where(word < 2, 0, 2), 0, word, word, -1)
+    def place_tiles(
+        self, found: Places, lane: int, rows: Rows, notes: NDArray[np.int32], facts: Facts
+    ) -> None:
+        word, number, _, marks = rows
+        handed = number < len(notes)
+        if lane == SCHEDULER:  # the request for no more tiles is not followed by one
+            due = handed | (word < len(SCHEDULER_TILE) - 1)
+        elif lane < CONSUMER:
+            due = (handed & ~(np.isin(word, EARLY_K) & loads_k_late(facts["tile"]))) | (word == 0)
         else:
-            due = (handed & ~(np.isin(word, EARLY_K) & late)) | (word == 0)
-            found.add(marks, due, number, 0, 0, word, word, -1)
+            due = handed | (word == 0)
+        phase = np.where(word < 2, 0, 2) if lane >= CONSUMER else 0
+        found.add(marks, due, number, phase, 0, word, word, -1)
 
-        if counts.size and role in self.step_states:
-            owner = np.repeat(np.arange(counts.size), counts)[:, None]
-            step = np.arange(owner.size)[:, None]  # of all tiles
-            inside = step - (np.cumsum(counts) - counts)[owner]
-            word = np.arange(len(self.step_states[role]))[None]
-            marks = steps[: owner.size, : word.size]
-            if role == "producer":
-                due = ~np.isin(word, LATE_K) | ((inside == 0) & late)
-            elif role == "writer":
-                due = (word != PUBLISH) | (marks != 0)
-            else:
-                consumer = lane - CONSUMER
-                block = self._blocks(notes, owner, inside)
-                sees = block >= self._first_blocks(notes, facts)[owner[:, 0], consumer][:, None]
-                due = np.where(word == PASS_OVER, ~sees, sees)
-                due &= (word != ISSUE_VALUES) | self.early_values
-                turn = step % tile["consumers"] == consumer
-                due = np.where(np.isin(word, TURN), turn, due)
-            found.add(marks, due, owner, 1, inside, word, WORDS + word, inside)
-        return found.in_order()
+    def place_steps(
+        self, found: Places, lane: int, rows: Rows, notes: NDArray[np.int32], facts: Facts
+    ) -> None:
+        word, tile, inside, marks = rows
+        if lane == PRODUCER:
+            due = ~np.isin(word, LATE_K) | ((inside == 0) & loads_k_late(facts["tile"]))
+        elif lane == WRITER:
+            due = (word != PUBLISH) | (marks != 0)
+        else:
+            consumer, consumers = lane - CONSUMER, facts["tile"]["consumers"]
+            block = self._blocks(notes, tile, inside)
+            sees = block >= self._first_blocks(notes, facts)[tile[:, 0], consumer][:, None]
+            due = np.where(word == PASS_OVER, ~sees, sees)
+            due &= (word != ISSUE_VALUES) | self.early_values
+            turn = np.arange(len(tile))[:, None] % consumers == consumer
+            due = np.where(np.isin(word, TURN), turn, due)
+        found.add(marks, due, tile, 1, inside, word, WORDS + word, inside)
 
     def costs(self, consumer: Any) -> dict[str, Counts]:
         """step, step_turn: from issuing S to issuing the next S of the tile, without and with a
         turn at dQ; turn: from waiting for the others to dQ in shared memory. end: from the last
         step of a tile until dV and dK are stored. between: from there to taking the next tile.
         """
-        issue = np.flatnonzero(consumer.of("step.IssueScores"))
-        took = np.diff(consumer.begin[issue])
-        same = np.diff(consumer.tile[issue]) == 0
-        turned = np.zeros(len(issue), bool)
-        turns = np.flatnonzero(consumer.of("step.AwaitOthers"))
-        before = np.searchsorted(issue, turns, side="right") - 1
-        turned[before[before >= 0]] = True
+        step, step_turn = self.steps_took(consumer, "step.AwaitOthers")
         in_turn = consumer.of(*(f"step.{_STEP_MARKS[i]}" for i in TURN))
-
-        def summed(at: NDArray[np.bool_], by: NDArray[Any]) -> Counts:
-            total = np.bincount(by[at], consumer.cycles[at])
-            return np.asarray(total[np.unique(by[at])], np.int64)
-
         number = np.cumsum(consumer.of("step.AwaitOthers"))
         ends = consumer.of("tile.AwaitScoreSlot", "tile.Store", "tile.Sync")
         return {
-            "step": took[same & ~turned[:-1]],
-            "step_turn": took[same & turned[:-1]],
-            "turn": summed(in_turn, number),
-            "end": summed(ends, consumer.tile),
+            "step": step,
+            "step_turn": step_turn,
+            "turn": self.summed(consumer, in_turn, number),
+            "end": self.summed(consumer, ends, consumer.tile),
             "between": consumer.cycles[consumer.of("tile.AwaitTile")],
         }
 

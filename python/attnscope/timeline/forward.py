@@ -21,10 +21,9 @@ from attnscope.timeline.layout import (
     Counts,
     Facts,
     Layout,
-    Marks,
     Places,
+    Rows,
     State,
-    Words,
 )
 
 ROWS = 64  # query rows of a consumer
@@ -147,45 +146,45 @@ class Forward(Layout):
         blocks = np.where(first < end, -(-keys // tile["block_n"]), 0)
         return (blocks + parts - 1 - part) // parts
 
-    def places(
-        self, lane: int, tiles: Words, steps: Words, notes: NDArray[np.int32], facts: Facts
-    ) -> Marks:
-        found, role = Places(), self.role_of(lane)
+    def _own(self, lane: int, notes: NDArray[np.int32], facts: Facts) -> tuple[Counts, Counts]:
+        """Key blocks of each tile, and how many of them a consumer does not see."""
         blocks = self.steps_of_tiles(notes, facts)
-        own = self.own_steps(notes, facts)[:, lane - CONSUMER] if lane >= CONSUMER else blocks
-        word, number = np.arange(len(self.tile_states[role]))[None], np.arange(len(tiles))[:, None]
-        marks = tiles[:, : word.size]
-        handed = number < len(blocks)
-        if role == "scheduler":
+        return blocks, blocks - self.own_steps(notes, facts)[:, lane - CONSUMER]
+
+    def place_tiles(
+        self, found: Places, lane: int, rows: Rows, notes: NDArray[np.int32], facts: Facts
+    ) -> None:
+        word, number, _, marks = rows
+        handed = number < len(notes)
+        if lane == SCHEDULER:
             due = ~np.isin(word, NOT_FIRST) | (number > 0)
             found.add(marks, due, number, 0, 0, word, word, -1)
-        elif role in ("producer", "queries"):
+        elif lane < CONSUMER:
             found.add(marks, handed | (word == 0), number, 0, 0, word, word, -1)
         else:
-            skipped = np.append(blocks - own, 0)[number]
-            of_blocks = np.isin(word, OWN_BLOCKS)
-            due = np.where(of_blocks, np.append(own > 0, False)[number], handed | (word == 0))
-            shown = np.where(np.isin(word, FIRST_BLOCK), skipped, -1)
+            blocks, skipped = self._own(lane, notes, facts)
+            has_own = np.append(blocks > skipped, False)[number]
+            due = np.where(np.isin(word, OWN_BLOCKS), has_own, handed | (word == 0))
+            shown = np.where(np.isin(word, FIRST_BLOCK), np.append(skipped, 0)[number], -1)
             phase = np.where(word < FIRST_BLOCK.stop, 0, 2)
             found.add(marks, due, number, phase, 0, word, word, shown)
 
-        if blocks.size and role in self.step_states:
-            owner = np.repeat(np.arange(blocks.size), blocks)[:, None]
-            inside = np.arange(owner.size)[:, None] - (np.cumsum(blocks) - blocks)[owner]
-            word = np.arange(len(self.step_states[role]))[None]
-            marks = steps[: owner.size, : word.size]
-            if role == "producer":  # V of a block comes in the round of the next block's K
-                late = word >= 2
-                order = np.where(late, 8, 0) + word
-                found.add(marks, True, owner, 1, inside + late, order, WORDS + word, inside)
-            else:  # the first block is marked as part of the tile
-                due = inside > (blocks - own)[owner]
-                due = due & ((word != RAISE_MAXIMUM) | (marks != 0))
-                place = np.broadcast_to(2 * word, marks.shape).copy()
-                since = np.subtract(marks[:, RAISE_MAXIMUM], marks[:, AWAIT_K], dtype=np.uint32)
-                place[since.view(np.int32) > 0, RAISE_MAXIMUM] = 2 * AWAIT_K + 1
-                found.add(marks, due, owner, 1, inside, place, WORDS + word, inside)
-        return found.in_order()
+    def place_steps(
+        self, found: Places, lane: int, rows: Rows, notes: NDArray[np.int32], facts: Facts
+    ) -> None:
+        word, tile, inside, marks = rows
+        if lane == PRODUCER:  # V of a block comes in the round of the next block's K
+            late = word >= 2
+            order = np.where(late, 8, 0) + word
+            found.add(marks, True, tile, 1, inside + late, order, WORDS + word, inside)
+            return
+        # The first block is marked as part of the tile.
+        due = inside > self._own(lane, notes, facts)[1][tile]
+        due = due & ((word != RAISE_MAXIMUM) | (marks != 0))
+        place = np.broadcast_to(2 * word, marks.shape).copy()
+        since = np.subtract(marks[:, RAISE_MAXIMUM], marks[:, AWAIT_K], dtype=np.uint32)
+        place[since.view(np.int32) > 0, RAISE_MAXIMUM] = 2 * AWAIT_K + 1
+        found.add(marks, due, tile, 1, inside, place, WORDS + word, inside)
 
     def costs(self, consumer: Any) -> dict[str, Counts]:
         """step: from issuing S to issuing the next S of the tile; step_raised: the same where the
@@ -193,24 +192,16 @@ class Forward(Layout):
         its first step; end: its last P V; epilogue: all three of tiles in which the consumer has
         key blocks of its own; between: from the end of one tile to taking the next.
         """
-        issue = np.flatnonzero(consumer.of("step.IssueScores"))
-        took = np.diff(consumer.begin[issue])
-        same = np.diff(consumer.tile[issue]) == 0
-        raised = np.zeros(len(issue), bool)
-        rises = np.flatnonzero(consumer.of("step.RaiseMaximum"))
-        raised[np.searchsorted(issue, rises, side="right") - 1] = True
-
+        step, step_raised = self.steps_took(consumer, "step.RaiseMaximum")
         own = np.isin(consumer.tile, consumer.tile[consumer.of("tile.IssueScores")])
 
         def by_tile(*marks: str) -> Counts:
-            at = consumer.of(*marks) & own
-            total = np.bincount(consumer.tile[at], consumer.cycles[at])
-            return np.asarray(total[np.unique(consumer.tile[at])], np.int64)
+            return self.summed(consumer, consumer.of(*marks) & own, consumer.tile)
 
         begins = [f"tile.{state.mark}" for state in CONSUMER_TILE[1 : FIRST_BLOCK.stop]]
         return {
-            "step": took[same & ~raised[:-1]],
-            "step_raised": took[same & raised[:-1]],
+            "step": step,
+            "step_raised": step_raised,
             "begin": by_tile(*begins),
             "end": by_tile("tile.AwaitLastV", "tile.IssueOutput", "tile.AwaitOutput"),
             "epilogue": by_tile("tile.Epilogue"),

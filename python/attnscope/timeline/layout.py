@@ -65,6 +65,15 @@ class Marks(NamedTuple):
     mark: Words
 
 
+class Rows(NamedTuple):
+    """The rows of a lane's tiles or steps: word of each mark, tile, number of the step in it."""
+
+    word: NDArray[np.int64]
+    tile: NDArray[np.int64]
+    inside: NDArray[np.int64]
+    marks: Words
+
+
 class Places:
     """Collects the places for marks of a lane, and orders them as the program does."""
 
@@ -169,7 +178,6 @@ class Layout(ABC):
         Computed from the workload, not from marks.
         """
 
-    @abstractmethod
     def places(
         self, lane: int, tiles: Words, steps: Words, notes: NDArray[np.int32], facts: Facts
     ) -> Marks:
@@ -178,6 +186,46 @@ class Layout(ABC):
         `notes` has the tiles that were recorded whole; `tiles` may have one more row, for the last
         request, which got no tile.
         """
+        found, role = Places(), self.role_of(lane)
+        counts = self.steps_of_tiles(notes, facts)
+        word, number = np.arange(len(self.tile_states[role]))[None], np.arange(len(tiles))[:, None]
+        rows = Rows(word, number, np.zeros_like(number), tiles[:, : word.size])
+        self.place_tiles(found, lane, rows, notes, facts)
+        if counts.size and role in self.step_states:
+            owner = np.repeat(np.arange(counts.size), counts)[:, None]
+            inside = np.arange(owner.size)[:, None] - (np.cumsum(counts) - counts)[owner]
+            word = np.arange(len(self.step_states[role]))[None]
+            rows = Rows(word, owner, inside, steps[: owner.size, : word.size])
+            self.place_steps(found, lane, rows, notes, facts)
+        return found.in_order()
+
+    @abstractmethod
+    def place_tiles(
+        self, found: Places, lane: int, rows: Rows, notes: NDArray[np.int32], facts: Facts
+    ) -> None:
+        """Adds the places of a lane's tiles; their steps are phase 1."""
+
+    @abstractmethod
+    def place_steps(
+        self, found: Places, lane: int, rows: Rows, notes: NDArray[np.int32], facts: Facts
+    ) -> None:
+        """Adds the places of a lane's steps."""
+
+    def steps_took(self, consumer: Any, mark: str) -> tuple[Counts, Counts]:
+        """Cycles from one S to the next S of a tile, of steps without and with a mark."""
+        issue = np.flatnonzero(consumer.of("step.IssueScores"))
+        took = np.diff(consumer.begin[issue])
+        same = np.diff(consumer.tile[issue]) == 0
+        has = np.zeros(len(issue), bool)
+        before = np.searchsorted(issue, np.flatnonzero(consumer.of(mark)), side="right") - 1
+        has[before[before >= 0]] = True
+        return took[same & ~has[:-1]], took[same & has[:-1]]
+
+    @staticmethod
+    def summed(consumer: Any, at: NDArray[np.bool_], by: NDArray[Any]) -> Counts:
+        """Cycles of the states at `at`, a sum for each number of `by` that is among them."""
+        total = np.bincount(by[at], consumer.cycles[at])
+        return np.asarray(total[np.unique(by[at])], np.int64)
 
     @abstractmethod
     def costs(self, consumer: Any) -> dict[str, Counts]:
