@@ -2,6 +2,7 @@
 // turn.
 #pragma once
 
+#include "kernels/sm90_backward/barriers.cuh"
 #include "kernels/sm90_backward/epilogue.cuh"
 #include "kernels/sm90_backward/marks.cuh"
 #include "kernels/sm90_backward/products.cuh"
@@ -343,27 +344,6 @@ class BackwardConsumer {
     if (block == end) block = begin;
   }
   __device__ __forceinline__ int ragged_rows() const { return tile->seqlen_q % kBlockM; }
-
-  __device__ __forceinline__ static void wait(uint64_t& barrier, int parity) {
-    ptx::mbarrier_wait(ptx::shared_address(&barrier), parity);
-  }
-  // Does not wait. The phase before has been waited for, as wait() needs too.
-  __device__ __forceinline__ static bool has_completed(uint64_t& barrier, int parity) {
-    return ptx::mbarrier_test(ptx::shared_address(&barrier), parity);
-  }
-
-  // One arrival a warp, after all of its lanes have read or written. Predicated, as in the forward.
-  __device__ __forceinline__ static void release(uint64_t& barrier) {
-    __syncwarp();
-    ptx::mbarrier_arrive_if(ptx::shared_address(&barrier),
-                            kEveryLaneArrives || threadIdx.x % 32 == 0);
-  }
-
-  __device__ __forceinline__ static void release_if(uint64_t& barrier, bool condition) {
-    __syncwarp();
-    ptx::mbarrier_arrive_if(ptx::shared_address(&barrier),
-                            (kEveryLaneArrives || threadIdx.x % 32 == 0) && condition);
-  }
 
   // This consumer's 64 rows of K and of V.
   __device__ __forceinline__ ptx::WgmmaDescriptor key_rows() const {

@@ -16,7 +16,7 @@ class WideConsumer : protected WideRole<Config> {
  protected:
   using Base = WideRole<Config>;
   using Base::a, Base::s, Base::rank, Base::block, Base::steps;
-  using Base::kBlockM, Base::wait;
+  using Base::kBlockM;
   using typename Base::Element;
   using QuerySlot = Slot<Config::kStages>;
   using DoutSlot = Slot<Config::kDoutStages>;
@@ -90,7 +90,7 @@ template <class Config>
 class ValueConsumer : WideConsumer<Config> {
   using Base = WideConsumer<Config>;
   using Base::a, Base::s, Base::rank, Base::block, Base::steps;
-  using Base::kBlockM, Base::wait;
+  using Base::kBlockM;
   using Scores = float[kBlockM / 2];
   using Packed = uint32_t[kBlockM / 4];
   static constexpr int kBarrier = 1;
@@ -171,7 +171,7 @@ class ValueConsumer : WideConsumer<Config> {
       }
     }
     inject(Fault::kScores, i);
-    Base::release(s.weights_full);
+    release(s.weights_full);
   }
 };
 
@@ -180,7 +180,7 @@ template <class Config>
 class KeyConsumer : WideConsumer<Config> {
   using Base = WideConsumer<Config>;
   using Base::a, Base::s, Base::rank, Base::block, Base::steps;
-  using Base::kBlockM, Base::wait;
+  using Base::kBlockM;
   using Scores = float[kBlockM / 2];
   using Packed = uint32_t[kBlockM / 4];
   static constexpr int kBarrier = 2;
@@ -242,7 +242,7 @@ class KeyConsumer : WideConsumer<Config> {
       score_gradients<false>(dp, ds, delta);
     }
     inject(Fault::kRelease, 2 * i + 1);
-    Base::release(s.weights_empty);
+    release(s.weights_empty);
     pass_on(ds, i);
   }
 

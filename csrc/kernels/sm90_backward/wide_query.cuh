@@ -13,7 +13,7 @@ class QueryConsumer : WideRole<Config> {
   using Base = WideRole<Config>;
   using Base::a, Base::s, Base::rank, Base::begin, Base::end, Base::start;
   using Base::block, Base::steps;
-  using Base::kBlockM, Base::wait;
+  using Base::kBlockM;
   static constexpr int kRanks = Config::kRanks, kColumnBlocks = Config::kColumnBlocks;
   static constexpr int kProductBlocks = Config::kProductColumns / 64;
   static constexpr int kBarrier = 3;

@@ -1,6 +1,7 @@
 // What the roles of the wide kernel share, see wide.cuh.
 #pragma once
 
+#include "kernels/sm90_backward/barriers.cuh"
 #include "kernels/sm90_backward/shared.cuh"
 #include "ptx/cluster.cuh"
 
@@ -137,16 +138,7 @@ class WideRole {
     return a.packed && s.tile.seqlen_q - block * kBlockM < kBlockM;
   }
 
-  __device__ __forceinline__ static void wait(uint64_t& barrier, int parity) {
-    ptx::mbarrier_wait(ptx::shared_address(&barrier), parity);
-  }
-  // One arrival a warp, after all of its lanes have read or written.
-  __device__ __forceinline__ static void release(uint64_t& barrier) {
-    __syncwarp();
-    ptx::mbarrier_arrive_if(ptx::shared_address(&barrier),
-                            kEveryLaneArrives || threadIdx.x % 32 == 0);
-  }
-  // The same at each rank's barrier.
+  // release() of each rank's barrier.
   __device__ __forceinline__ static void release_ranks(uint64_t& barrier) {
     const int lane = threadIdx.x % 32;
     __syncwarp();
