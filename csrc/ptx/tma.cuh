@@ -45,7 +45,16 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, i
       : "memory");
 }
 
-// Stores a box of shared memory at the coordinates, clipped to the tensor.
+// Stores a box of shared memory at the coordinates, innermost first, clipped to the tensor.
+__device__ __forceinline__ void tma_store_4d(const void* map, uint32_t shared, int x, int y, int z,
+                                             int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+          map),
+      "r"(shared), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
+
 __device__ __forceinline__ void tma_store_5d(const void* map, uint32_t shared, int x, int y, int z,
                                              int w, int u) {
   asm volatile(

@@ -121,7 +121,8 @@ def _consume(
             if at % tile["consumers"] == consumer:
                 for mark in TURN:
                     b.put(lane, "step", at, mark)
-        for mark in ("AwaitScoreSlot", "Store", "Sync"):
+        one_state = backward.stores_by_tma(tile)
+        for mark in ("Store",) if one_state else ("AwaitScoreSlot", "Store", "Sync"):
             b.put(lane, "tile", number, mark)
     b.put(lane, "tile", len(notes), "AwaitTile")
     b.finish(lane, len(notes), int(done[-1]))

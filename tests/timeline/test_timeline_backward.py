@@ -97,6 +97,27 @@ def test_k_of_one_buffer_is_loaded_in_the_first_step():
 
 
 @pytest.mark.parametrize(
+    ("tile", "end", "changed", "message"),
+    [
+        ("d128", ["AwaitScoreSlot", "Store", "Sync"], {"Sync": 0}, "must have a mark Sync"),
+        ("d64", ["Store"], {"Sync": 1}, "must have no mark Sync"),
+        ("d64", ["Store"], {"AwaitScoreSlot": 1}, "must have no mark AwaitScoreSlot"),
+    ],
+)
+def test_the_end_of_a_tile_is_one_state_where_it_leaves_by_tma(tile, end, changed, message):
+    made = marks.recording(tile)
+    track = made.track(0, CONSUMER)
+    states = track.layout.states["consumer"]
+    names = [states[code].mark for code in track.codes[track.tile == 0]]
+    assert names[-len(end) :] == end and not set(end) & set(names[: -len(end)])
+    for mark, value in changed.items():
+        word = [state.mark for state in backward.CONSUMER_TILE].index(mark)
+        made.tiles[0, CONSUMER, 0, word] = value
+    with pytest.raises(ValueError, match=f"consumer 0 of block 0 {message} in tile 0"):
+        made.track(0, CONSUMER)
+
+
+@pytest.mark.parametrize(
     ("lane", "part", "row", "word", "message"),
     [
         (CONSUMER, "steps", 1, 3, "consumer 0 of block 0 must have a mark Probabilities in tile 0"),

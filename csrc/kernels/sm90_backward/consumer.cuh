@@ -34,6 +34,7 @@ class BackwardConsumer {
       run_steps();
       finish_tile();
     }
+    await_stores();
     timeline.finish(tiles, step);
   }
 
@@ -104,7 +105,9 @@ class BackwardConsumer {
     ptx::wgmma_wait<Config::kEarlyValues ? 1 : 0>();
     ptx::pin_registers(dp);
     mark(AtStep::kScoreGradients);
-    release_if(s.v_empty[ValueRing(tiles).stage], step + 1 == last);
+    if constexpr (!Config::kStoresByTma) {
+      release_if(s.v_empty[ValueRing(tiles).stage], step + 1 == last);
+    }
     score_gradients(p, packed_p, dp, packed_ds, delta);
     if (__builtin_expect(!is_free, false)) await_score_buffer();
     store_scores<Config>(ptx::shared_address(s.ds[buffer()][consumer]), packed_ds);
@@ -137,7 +140,7 @@ class BackwardConsumer {
     inject(Fault::kScores, 2 * step);
     release(s.ds_full[step & 1]);
     wait(s.v_full[v_slot.stage], v_slot.parity);
-    release_if(s.v_empty[v_slot.stage], step + 1 == last);
+    if constexpr (!Config::kStoresByTma) release_if(s.v_empty[v_slot.stage], step + 1 == last);
     wait(s.q_full[slot.stage], slot.parity);
     wait(s.dout_full[slot.stage], slot.parity);
     loaded = false;
@@ -208,20 +211,61 @@ class BackwardConsumer {
   // Stores what a tile accumulated.
   __device__ __forceinline__ void finish_tile() {
     loaded = false;
-    mark(AtTile::kAwaitScoreSlot);
+    mark(Config::kStoresByTma ? AtTile::kStore : AtTile::kAwaitScoreSlot);
     pass_on_query_gradient(step - 1);
-    await_score_buffer();  // see staging
-    mark(AtTile::kStore);
-    store_key_gradients<Config>(a, *tile, consumer, staging(), dk, dv);
-    if constexpr (!Config::kTransposes) {
-      if (a.whole_heads && ptx::uniform(tile->key_block) == 0) store_query_gradients();
+    if constexpr (Config::kStoresByTma) {
+      store_by_tma();
+    } else {
+      await_score_buffer();  // see staging
+      mark(AtTile::kStore);
+      store_key_gradients<Config>(a, *tile, consumer, staging(), dk, dv);
     }
-    mark(AtTile::kSync);
-    // Other warps write dS where this one staged.
-    ptx::named_barrier(1 + consumer, 128);
+    if constexpr (!Config::kTransposes) {
+      if (a.whole_heads && ptx::uniform(tile->key_block) == 0) {
+        await_stores();  // see staging
+        store_query_gradients();
+        // No access needs this barrier, see prepare_keys. But without it ptxas takes the loop
+        // control of row 0 as not uniform.
+        if constexpr (Config::kStoresByTma) meet_warps();
+      }
+    }
+    if constexpr (!Config::kStoresByTma) {
+      mark(AtTile::kSync);
+      meet_warps();
+    }
     inject(Fault::kReleaseTile, tiles);
     release(s.tile_empty[Slot<Config::kTileBuffers>(tiles).stage]);
   }
+
+  // dV and dK, beside the next tile. dV leaves by way of this warp's rows of V, which no product
+  // reads any more. V is released when TMA has read dV; for dK see prepare_keys.
+  __device__ __forceinline__ void store_by_tma() {
+    const uint32_t v = ptx::shared_address(s.v) + ValueRing(tiles).stage * Config::kKeyBytes;
+    store_key_gradient_by_tma<Config>(a, *tile, first_row(), value_gradient(a), dv,
+                                      v + first_row() * Config::kRowBytes);
+    await_score_buffer();  // see staging
+    store_key_gradient_by_tma<Config>(a, *tile, first_row(), key_gradient(a), dk, staging());
+    if (ptx::lane() == 0) ptx::tma_store_wait_read<1>();
+    release(s.v_empty[ValueRing(tiles).stage]);
+  }
+
+  // This warp's number in the consumer. In rows that store by TMA it takes no register of the loop.
+  __device__ __forceinline__ int warp() const {
+    return (Config::kStoresByTma ? ptx::thread() : threadIdx.x) / 32 % 4;
+  }
+  // The first of this warp's 16 rows of the tile.
+  __device__ __forceinline__ int first_row() const { return consumer * 64 + warp() * 16; }
+
+  // Until TMA has read what this warp stores.
+  __device__ __forceinline__ void await_stores() const {
+    if constexpr (Config::kStoresByTma) {
+      if (ptx::lane() == 0) ptx::tma_store_wait_read<0>();
+      __syncwarp();
+    }
+  }
+
+  // The consumer's warps meet: other warps write dS where this one staged rows.
+  __device__ __forceinline__ void meet_warps() const { ptx::named_barrier(1 + consumer, 128); }
 
   // Reads tile number `tiles`. False if there is none.
   __device__ __forceinline__ bool take_tile() {
@@ -249,6 +293,10 @@ class BackwardConsumer {
     const ValueRing v_slot(tiles);
     mark(AtTile::kAwaitK);
     wait(s.k_full[k_slot.stage], k_slot.parity);
+    if constexpr (Config::kStoresByTma) {
+      await_stores();  // dK of the tile before, see staging
+      meet_warps();
+    }
     if (a.packed && tile->rows < Config::kBlockN) {
       wait(s.v_full[v_slot.stage], v_slot.parity);
       clear_rows<Config::kBlockN>(s.k[k_slot.stage], tile->rows);
@@ -331,9 +379,9 @@ class BackwardConsumer {
     ptx::fence_proxy_async_global();  // before TMA writes to the place again
   }
 
-  // 2 KB for each warp, on the way out: where dS of the next step comes.
+  // 2 KB for each warp, on the way out, where dS of the next step comes.
   __device__ __forceinline__ uint32_t staging() const {
-    return ptx::shared_address(s.ds[buffer()][consumer]) + threadIdx.x / 32 % 4 * 2048;
+    return ptx::shared_address(s.ds[buffer()][consumer]) + warp() * 2048;
   }
 
   __device__ __forceinline__ bool is_boundary() const {

@@ -4,21 +4,17 @@
 #include "kernels/sm90_backward/shared.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
+#include "ptx/tma.cuh"
 
 namespace attnscope::sm90 {
 
-// Stores `factor` times a warp's 16 rows of 64 columns, by way of 2 KB of shared memory, which only
-// this warp uses: eight lanes write 128 contiguous bytes of a row. `out` is the first element;
-// rows from `rows` and columns from `columns` on are left out.
+// Puts `factor` times a warp's 16 rows of 64 columns into 2 KB of shared memory: rows of 128 bytes,
+// swizzled in chunks of 16 bytes.
 template <class Element>
-__device__ __forceinline__ void store_rows(const float* x, float factor, uint32_t shared,
-                                           Element* out, int64_t row_stride, int rows,
-                                           int columns) {
+__device__ __forceinline__ void stage_rows(const float* x, float factor, uint32_t shared) {
   const int lane = threadIdx.x % 32;
-  // Rows of 128 bytes, swizzled in chunks of 16 bytes. A lane writes row lane % 16 and chunk
-  // lane / 16 of a pair; it reads row lane / 8 and chunk lane % 8.
+  // A lane writes row lane % 16 and chunk lane / 16 of a pair.
   const uint32_t write = shared + lane % 16 * 128 + ((lane / 16 ^ lane % 8) * 16);
-  const uint32_t read = shared + lane / 8 * 128 + ((lane % 8 ^ lane / 8) * 16);
 #pragma unroll
   for (int chunk = 0; chunk < 8; chunk += 2) {
     uint32_t words[4];
@@ -29,7 +25,16 @@ __device__ __forceinline__ void store_rows(const float* x, float factor, uint32_
     }
     ptx::stmatrix_x4(write ^ chunk * 16, words);
   }
-  __syncwarp();
+}
+
+// Stores rows that stage_rows put there: eight lanes write 128 contiguous bytes of a row. `out` is
+// the first element; rows from `rows` and columns from `columns` on are left out.
+template <class Element>
+__device__ __forceinline__ void copy_rows(uint32_t shared, Element* out, int64_t row_stride,
+                                          int rows, int columns) {
+  const int lane = threadIdx.x % 32;
+  // A lane reads row lane / 8 and chunk lane % 8.
+  const uint32_t read = shared + lane / 8 * 128 + ((lane % 8 ^ lane / 8) * 16);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const uint4 value = ptx::load_shared_v4((read ^ i % 2 * 64) + i * 512);
@@ -38,7 +43,41 @@ __device__ __forceinline__ void store_rows(const float* x, float factor, uint32_
       *reinterpret_cast<uint4*>(out + row * row_stride + column) = value;
     }
   }
+}
+
+// Stores `factor` times a warp's 16 rows of 64 columns, by way of 2 KB of shared memory, which only
+// this warp uses.
+template <class Element>
+__device__ __forceinline__ void store_rows(const float* x, float factor, uint32_t shared,
+                                           Element* out, int64_t row_stride, int rows,
+                                           int columns) {
+  stage_rows<Element>(x, factor, shared);
   __syncwarp();
+  copy_rows(shared, out, row_stride, rows, columns);
+  __syncwarp();
+}
+
+// dV or dK of the call.
+struct KeyGradient {
+  const TensorMap& tensor;
+  void* data;
+  const Strides& stride;
+  int columns;
+  float factor;
+};
+
+__device__ __forceinline__ KeyGradient value_gradient(const BackwardArguments& a) {
+  return {a.dv, a.params.dv, a.params.dv_stride, a.params.forward.head_dim_v, 1.0f};
+}
+__device__ __forceinline__ KeyGradient key_gradient(const BackwardArguments& a) {
+  return {a.dk, a.params.dk, a.params.dk_stride, a.params.forward.head_dim, a.scale};
+}
+
+// Where row number `row` of tile `t` is.
+template <class Element>
+__device__ __forceinline__ Element* row_of(const KeyGradient& gradient, const KeyTile& t, int row) {
+  return static_cast<Element*>(gradient.data) + t.batch * gradient.stride.batch +
+         int64_t{t.k_row + row} * gradient.stride.row + t.head_kv * gradient.stride.head;
 }
 
 // Stores a consumer's dV and dK of tile `t`, by way of 2 KB for each warp at `staging`.
@@ -48,19 +87,45 @@ __device__ __forceinline__ void store_key_gradients(const BackwardArguments& a, 
                                                     const float (&dk)[Config::kHeadDim / 2],
                                                     const float (&dv)[Config::kHeadDim / 2]) {
   using Element = typename Config::Element;
-  const BackwardParams& p = a.params;
   const int first = consumer * 64 + threadIdx.x / 32 % 4 * 16;
-  const auto store = [&](const float* x, float factor, void* data, const Strides& stride, int dim) {
-    Element* out = static_cast<Element*>(data) + t.batch * stride.batch +
-                   int64_t{t.k_row + first} * stride.row + t.head_kv * stride.head;
+  const auto store = [&](const float* x, const KeyGradient& gradient) {
+    Element* out = row_of<Element>(gradient, t, first);
 #pragma unroll
-    for (int block = 0; block < Config::kHeadDim / 64; ++block) {
-      store_rows<Element>(x + 32 * block, factor, staging, out + block * 64, stride.row,
-                          t.rows - first, dim - block * 64);
+    for (int block = 0; block < Config::kColumnBlocks; ++block) {
+      store_rows<Element>(x + 32 * block, gradient.factor, staging, out + block * 64,
+                          gradient.stride.row, t.rows - first, gradient.columns - block * 64);
     }
   };
-  store(dv, 1.0f, p.dv, p.dv_stride, p.forward.head_dim_v);
-  store(dk, a.scale, p.dk, p.dk_stride, p.forward.head_dim);
+  store(dv, value_gradient(a));
+  store(dk, key_gradient(a));
+}
+
+// Stores a warp's 16 rows of dV or dK by TMA, from row `first` of tile `t` on. The first lane's
+// group of stores reads 2 KB at `staging`. TMA leaves out rows past the end of the tensor. Rows
+// past the end of a packed sequence belong to the next one: the warp then stores the rows before
+// itself.
+template <class Config>
+__device__ __forceinline__ void store_key_gradient_by_tma(const BackwardArguments& a,
+                                                          const KeyTile& t, int first,
+                                                          const KeyGradient& gradient,
+                                                          const float* x, uint32_t staging) {
+  using Element = typename Config::Element;
+  static_assert(Config::kColumnBlocks == 1, "a warp has room for one column block");
+  const int rows = t.rows - first;
+  stage_rows<Element>(x, gradient.factor, staging);
+  ptx::fence_proxy_async();
+  __syncwarp();
+  if (rows >= 16 || (rows > 0 && !a.packed)) {
+    if (ptx::lane() == 0) {
+      const TensorMap& tensor = gradient.tensor;
+      ptx::tma_store_4d(&tensor.map, staging, 0, t.k_row + first, t.head_kv * tensor.head_step,
+                        t.batch * tensor.batch_step);
+    }
+  } else if (rows > 0) {
+    copy_rows(staging, row_of<Element>(gradient, t, first), gradient.stride.row, rows,
+              gradient.columns);
+  }
+  ptx::tma_store_commit();
 }
 
 // Puts a warpgroup's column block of dQ, or of dQ transposed, into shared memory: contiguous parts

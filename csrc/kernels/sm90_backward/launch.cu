@@ -21,6 +21,7 @@ struct NarrowKernels {
   static constexpr int kSharedBytes = sizeof(BackwardShared<Config>);
   static constexpr int kPostThreads = 128 * Config::kColumnBlocks;
   static constexpr int kKeyRows = Config::kBlockN, kQueryRows = Config::kBlockM;
+  static constexpr int kStoredRows = Config::kStoresByTma ? 16 : 0;
 };
 
 template <class Element>

@@ -14,8 +14,10 @@ namespace attnscope::sm90 {
 
 constexpr int ceil_div(int value, int divisor) { return value / divisor + (value % divisor != 0); }
 
-// Boxes of `key_rows` rows of K and V, and `query_rows` of Q and dO.
-inline bool encode_tensor_maps(BackwardArguments& a, int key_rows, int query_rows) {
+// Boxes of `key_rows` rows of K and V, `query_rows` of Q and dO, and `stored_rows` of dK and dV; 0:
+// these need no maps.
+inline bool encode_tensor_maps(BackwardArguments& a, int key_rows, int query_rows,
+                               int stored_rows) {
   const ForwardParams& p = a.params.forward;
   const int64_t batch = p.packed() ? 1 : p.batch;
   const int64_t rows_q = p.packed() ? p.total_q : p.seqlen_q,
@@ -27,7 +29,11 @@ inline bool encode_tensor_maps(BackwardArguments& a, int key_rows, int query_row
          encode_keys(&a.q, p.dtype, p.q, p.q_stride, batch, p.heads_q, rows_q, p.head_dim,
                      query_rows) &&
          encode_keys(&a.dout, p.dtype, a.params.dout, a.params.dout_stride, batch, p.heads_q,
-                     rows_q, p.head_dim_v, query_rows);
+                     rows_q, p.head_dim_v, query_rows) &&
+         (stored_rows == 0 || (encode_keys(&a.dk, p.dtype, a.params.dk, a.params.dk_stride, batch,
+                                           p.heads_kv, rows_k, p.head_dim, stored_rows) &&
+                               encode_keys(&a.dv, p.dtype, a.params.dv, a.params.dv_stride, batch,
+                                           p.heads_kv, rows_k, p.head_dim_v, stored_rows)));
 }
 
 // Launches a kernel; if `early`, it may start before the one before has ended, see
@@ -110,7 +116,7 @@ cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cuda
   a.counter = reinterpret_cast<int*>(workspace + w.counter);
 
   if (p.total_q > 0 && p.total_k > 0 &&
-      !encode_tensor_maps(a, Kernels::kKeyRows, Kernels::kQueryRows)) {
+      !encode_tensor_maps(a, Kernels::kKeyRows, Kernels::kQueryRows, Kernels::kStoredRows)) {
     return cudaErrorInvalidValue;
   }
   constexpr int kSharedBytes = Kernels::kSharedBytes;

@@ -16,7 +16,7 @@ struct WideKernels {
   static constexpr bool kStartEarly = false, kPersistent = false;
   static constexpr int kSharedBytes = sizeof(WideShared<Config>);
   static constexpr int kPostThreads = kWidePostprocessThreads;
-  static constexpr int kKeyRows = 64, kQueryRows = 64 / Config::kRanks;
+  static constexpr int kKeyRows = 64, kQueryRows = 64 / Config::kRanks, kStoredRows = 0;
 };
 
 template <class Element>

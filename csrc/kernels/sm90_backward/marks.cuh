@@ -51,12 +51,13 @@ struct BackwardWriterStep {
   };
 };
 
+// With kStoresByTma the end of a tile is kStore alone, and the warps meet in kAwaitK.
 struct BackwardConsumerTile {
   enum Mark : int {
     kAwaitTile,
     kAwaitK,
     kAwaitScoreSlot,  // after the last step
-    kStore,           // dV and dK; of whole heads dQ
+    kStore,           // dV and dK, and waits until TMA has read dV; of whole heads dQ
     kSync,            // the consumer's warps meet
   };
 };

@@ -39,11 +39,14 @@ struct BackwardConfig {
   static constexpr int kKeyBytes = 2 * kBlockN * kHeadDim;    // of K or V
   static constexpr int kQueryBytes = 2 * kBlockM * kHeadDim;  // of Q or dO
   static constexpr int kScoreBytes = 2 * kBlockM * 64;        // of a consumer's dS
+  static constexpr int kColumnBlocks = kHeadDim / 64;
   static constexpr bool kSeenToEnd = kTile.long_queries > 0;  // calls without a left window alone
   static constexpr bool kKeepsP = kTile.keeps_p;
+  // dV and dK leave by TMA, beside the next tile, dV by way of V. With one buffer the next V would
+  // wait for dV, which is slower.
+  static constexpr bool kStoresByTma = kValueStages > 1 && kColumnBlocks == 1;
   // dV is issued before dS is computed. Head dim 64 is slower so.
   static constexpr bool kEarlyValues = kHeadDim != 64;
-  static constexpr int kColumnBlocks = kHeadDim / 64;
   static constexpr bool kTransposes = kTile.transposes();
   static constexpr int kPartFloats = kBlockM * 64;            // of a column block of dQ
   static constexpr int kGradientFloats = kBlockM * kHeadDim;  // of dQ of a block
@@ -106,7 +109,8 @@ struct BackwardShared {
   alignas(1024) Element v[Config::kValueStages][kTileElements];
   alignas(1024) Element q[kStages][kBlockElements];
   alignas(1024) Element dout[kStages][kBlockElements];
-  // dS [kBlockM, 64 keys] of each consumer. At the end of a tile: dV, dK and dQ on the way out.
+  // dS [kBlockM, 64 keys] of each consumer. At the end of a tile: dV, dK and dQ on the way out; by
+  // TMA dV leaves by way of `v`.
   alignas(1024) Element ds[2][Config::kConsumers][Config::kBlockM * 64];
   alignas(128) float dq[Config::kGradientStages][Config::kGradientFloats];  // on its way out
   alignas(128) float lse_log2[kStages][Config::kBlockM];
@@ -130,6 +134,7 @@ struct BackwardShared {
 
 struct BackwardArguments {
   TensorMap q, k, v, dout;
+  TensorMap dk, dv;  // kStoresByTma: in boxes of a warp's rows
   BackwardParams params;
   TileOrder order;  // dense
   ScoreScales scores;

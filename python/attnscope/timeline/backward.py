@@ -102,11 +102,17 @@ TURN = range(_STEP_MARKS.index("AwaitOthers"), len(_STEP_MARKS))  # of the consu
 PUBLISH = [state.mark for state in WRITER_STEP].index("Publish")
 LATE_K = [i for i, state in enumerate(PRODUCER_STEP) if state.mark in ("AwaitKSlot", "IssueK")]
 EARLY_K = [i for i, state in enumerate(PRODUCER_TILE) if state.mark in ("AwaitKSlot", "IssueK")]
+BESIDE_STORE = [i for i, s in enumerate(CONSUMER_TILE) if s.mark in ("AwaitScoreSlot", "Sync")]
 
 
 def loads_k_late(tile: Facts) -> bool:
     """K has one buffer, and is loaded in the first step; `key_stages` of config.cuh."""
     return bool(tile["block_m"] % 64)
+
+
+def stores_by_tma(tile: Facts) -> bool:
+    """The end of a tile is one state, the store of dV and dK; `kStoresByTma` of shared.cuh."""
+    return bool(tile["head_dim"] == 64)
 
 
 class Backward(Layout):
@@ -172,7 +178,8 @@ class Backward(Layout):
         elif lane < CONSUMER:
             due = (handed & ~(np.isin(word, EARLY_K) & loads_k_late(facts["tile"]))) | (word == 0)
         else:
-            due = handed | (word == 0)
+            one_state = stores_by_tma(facts["tile"])
+            due = (handed & ~(np.isin(word, BESIDE_STORE) & one_state)) | (word == 0)
         phase = np.where(word < 2, 0, 2) if lane >= CONSUMER else 0
         found.add(marks, due, number, phase, 0, word, word, -1)
 
@@ -197,7 +204,8 @@ class Backward(Layout):
     def costs(self, consumer: Any) -> dict[str, Counts]:
         """step, step_turn: from issuing S to issuing the next S of the tile, without and with a
         turn at dQ; turn: from waiting for the others to dQ in shared memory. end: from the last
-        step of a tile until dV and dK are stored. between: from there to taking the next tile.
+        step of a tile until dV and dK are stored, or until TMA stores them. between: from there
+        to taking the next tile.
         """
         step, step_turn = self.steps_took(consumer, "step.AwaitOthers")
         in_turn = consumer.of(*(f"step.{_STEP_MARKS[i]}" for i in TURN))
