@@ -46,8 +46,9 @@ class Narrow:
     `pattern` is how many steps each tile has, again and again. It may finish with END: then all
     roles end there, and meet for the next thread block. With `heads` a round of the pattern is a
     key head, whose dQ the consumers store. A consumer is a warpgroup, or one of several warps of
-    it, which arrive separately. `values` are the buffers of V, and of dQ on its way out,
-    `keys` those of K: a single one is loaded after the tile's first Q and dO. Before any tile the
+    it, which arrive separately. `values` are the buffers of V, and of dQ on its way out; with two,
+    dV leaves by way of V, and TMA stores it and dK beside the next tile. `keys` are the buffers of
+    K: a single one is loaded after the tile's first Q and dO. Before any tile the
     scheduler may pass over one that no query sees; more of them would leave the same state. `brief`
     leaves that out, and lets copies land at once. With `hidden` any step of a consumer may be one
     in which no query sees its keys. `missing` is what a mutant lacks: waits by the name of their
@@ -63,7 +64,7 @@ class Narrow:
         keys: int = 2, missing: str = "",
     ) -> None:  # fmt: skip
         self.pattern, self.warps, self.heads, self.brief = pattern, warps, heads, brief
-        self.consumers, self.hidden = consumers, hidden
+        self.consumers, self.hidden, self.by_tma = consumers, hidden, values > 1
         self.missing = missing.split("+")
         self.head_end = max(at for at, steps in enumerate(pattern) if steps != END)
         every = consumers * warps
@@ -101,7 +102,7 @@ class Narrow:
         roles = [Role("scheduler", self.schedule, 0, clocks=(TILE, ROUND))]
         roles += [Role("producer", self.produce, 0, clocks=clocks)]
         for i in range(every):
-            start = (0, i // warps)
+            start = (0, i // warps, False)
             roles += [Role(f"consumer {i}", partial(self.consume, i), start, clocks=clocks)]
         roles += [Role("writer", self.add, 0, clocks=clocks)]
         barriers = [self.tile_full, self.tile_empty, self.tile_wanted, self.k_full, self.k_empty]
@@ -202,25 +203,33 @@ class Narrow:
         yield together(*done)
         return self.advanced(at, 1, steps, 1)
 
-    def consume(self, i: int, n: tuple[int, ...], local: tuple[int, int]) -> Step:
-        """`local`: the place in the pattern, and how many steps until its turn to compute dQ."""
+    def consume(self, i: int, n: tuple[int, ...], local: tuple[int, int, bool]) -> Step:
+        """`local`: the place in the pattern, how many steps until its turn to compute dQ, and
+        whether TMA stores dK of the tile before."""
         tile, step, keys, turn = n
-        at, until = local
+        at, until, leaving = local
         steps = self.pattern[at]
         group, last = i // self.warps, step + steps - 1
         fellows = tuple(self.out[group * self.warps : (group + 1) * self.warps])
+        out = [self.out[i]] if self.warps > 1 else []
+        stored = [publish(self.stored[group], keys - leaving, rows) for rows in out]
+        gone = [finish(self.ds[i], step), *stored] if leaving else []  # TMA has read dK
         yield self.after(wait(self.tile_full, tile, reads=self.tile))
         if self.ends(at):
-            yield from self.meet(turn, read(self.tile, tile), arrive(self.tile_empty, tile))
+            yield from self.meet(turn, *gone, read(self.tile, tile), arrive(self.tile_empty, tile))
             advance, at = self.advanced(at, 1, 0, 0)
-            return advance, (at, until)
+            return advance, (at, until, False)
         yield self.after(wait(self.k_full, keys, reads=self.k))
+        if gone and self.has("dK read"):
+            yield together(*gone)
+            if self.warps > 1 and self.has("stored"):
+                yield wait(self.stored[group], keys - 1)
         staged: list[Op] = []  # dQ of the step before, which is passed on in this one
         for j in range(step, step + steps):
             # No other warp may still store rows where dS comes.
             alone = [read(fellows, keys - 1)] if self.warps > 1 and j == step else []
             passed = [*alone, write(self.ds[i], j), publish(self.ds_full, j, self.ds[i])]
-            release = [arrive(self.v_empty, keys)] if j == last else []
+            release = [arrive(self.v_empty, keys)] if j == last and not self.by_tma else []
             if not self.has("last dQ"):
                 release += [arrive(self.k_empty, keys)] if j == last else []
             if self.hidden and (yield choose()):
@@ -245,19 +254,21 @@ class Narrow:
             yield arrive(self.k_empty, keys, reads=self.k)
         if self.has("next dS"):
             yield self.after(wait_before(self.ds_empty, last + 1))
-        # dK and dV leave by way of the next step's dS.
-        out = [self.out[i]] if self.warps > 1 else []
+        # dK and dV leave by way of the next step's dS, by TMA dV by way of V.
         yield together(write(self.ds[i], last + 1), *(write(rows, keys) for rows in out))
+        if self.by_tma:
+            read_dv = [read(self.v, keys), arrive(self.v_empty, keys)]
+            yield from read_dv if self.has("dV read") else reversed(read_dv)
         if self.heads and at == self.head_end:
             yield self.after(wait(self.dq_done, turn, reads=self.place))
             yield read(self.place, turn)
-        done = [finish(self.ds[i], last + 1)]
-        if self.warps > 1:
-            yield together(*done, *(publish(self.stored[group], keys, rows) for rows in out))
+        done = [] if self.by_tma else [finish(self.ds[i], last + 1)]
+        if self.warps > 1 and not self.by_tma:
+            yield together(*done, *stored)
             done = [wait(self.stored[group], keys)] if self.has("stored") else []
         yield together(*done, arrive(self.tile_empty, tile, reads=self.tile))
         advance, at = self.advanced(at, 1, steps, 1)
-        return advance, (at, until)
+        return advance, (at, until, self.by_tma)
 
     def query_gradient(self, i: int, j: int, keys: int) -> Generator[Op, bool, list[Op]]:
         """dQ of step `j` by warp `i`. Returns what passes it on."""
@@ -433,6 +444,10 @@ def slow(*values: object) -> object:
         (2, (1, 1, 2, 2), {"tile_buffers": 1, "brief": True}),
         (1, (1, 2), {"warps": 2, "brief": True}),
         (1, (1, 2), {"keys": 1, "brief": True}),  # blocks of 80 queries
+        (2, (1, 2), {"warps": 2, "brief": True}),
+        (2, (1, 2, END), {"brief": True}),
+        (2, (1, 2), {"hidden": True, "brief": True}),
+        (2, (2, 1), {"heads": True, "brief": True}),
         slow(2, (1, 2), {}),
         slow(1, (1, 2, END), {"warps": 2, "heads": True}),
         slow(2, (1, 1, 2, 1, 3, 2, 2, 3, 3), {}),
@@ -488,6 +503,10 @@ def test_consumers_of_the_narrow_kernel_are_right_in_every_order(
         ("second dS", "reads dS", {"consumers": 2}),  # the build with -DATTNSCOPE_UNGUARDED_RING
         slow("next dS", "reads dS", {"consumers": 3}),
         ("stored", "reads rows", {"warps": 2}),
+        ("stored", "reads rows", {"warps": 2, "values": 2}),
+        ("dV read", "reads V", {"values": 2, "tile_buffers": 3}),
+        ("v_empty", "V", {"values": 2, "tile_buffers": 3}),
+        ("dK read", "writes dS", {"values": 2}),
         ("dq_done", "reads place", {"heads": True}),
         ("complete", "reads place", {"heads": True}),
         ("k_empty", "K", {"keys": 1}),
