@@ -26,7 +26,8 @@ struct BackwardTile {
   // For each block of queries, of a deterministic call.
   constexpr int tickets() const { return wide() ? 4 * (head_dim / 64) : 1; }
   // Wide: buffers for dO, and for dS of both thread blocks. What fits.
-  constexpr int dout_stages() const { return head_dim == 256 ? 1 : stages; }
+  // Wide: buffers for dO, in units of a whole block; see WideConfig::kDoutParts.
+  constexpr double dout_stages() const { return head_dim == 256 ? 1.5 : stages; }
   constexpr int score_stages() const { return head_dim == 256 ? 1 : 2; }
   // dQ is computed transposed: a product has 64 rows, and 80 are no multiple of them.
   constexpr bool transposes() const { return block_m % 64 != 0; }
@@ -41,9 +42,9 @@ struct BackwardTile {
     const int narrow =
         2 * head_dim * ((key_stages() + value_stages()) * block_n + 2 * stages * block_m) +
         4 * block_m * block_n + 4 * gradient_stages() * block_m * head_dim + 8 * stages * block_m;
-    const int wide_bytes = 2 * head_dim * 64 * (2 + stages + dout_stages()) +
-                           score_stages() * 4 * 64 * 64 + 4 * 4 * 1024 + 8 * stages * block_m +
-                           4 * 64 * 64 + 2 * 64 * 64;
+    const int wide_bytes = static_cast<int>(2 * head_dim * 64 * (2 + stages + dout_stages())) +
+                           score_stages() * 4 * 64 * 64 + (head_dim == 256 ? 0 : 4 * 4 * 1024) +
+                           8 * stages * block_m + 4 * 64 * 64 + 2 * 2 * 64 * 64;
     return ((wide() ? wide_bytes : narrow) + 768 + 1023) / 1024 * 1024;
   }
 };

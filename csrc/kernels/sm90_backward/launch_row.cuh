@@ -129,7 +129,7 @@ cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cuda
   const bool empty = p.batch == 0;
   const auto places = static_cast<unsigned>(empty ? 0 : query_places(p, kTile));
   const auto tiles = static_cast<unsigned>(empty || p.total_k == 0 ? 0 : key_tiles(p, kTile));
-  a.whole_heads = Kernels::kPersistent && tiles > 0 && takes_whole_heads(p, kTile, device.sms);
+  a.whole_heads = !kTile.wide() && tiles > 0 && takes_whole_heads(p, kTile, device.sms);
   if (a.whole_heads) a.tickets = nullptr;
   // Zeroes of a small dQ stay in L2, and cost less than the wait for a first part.
   const bool is_small = int64_t{places} * Config::kGradientFloats <= kZeroedFloats;
@@ -140,9 +140,8 @@ cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cuda
   backward_preprocess_kernel<Config><<<std::max(places, 1u), kPreprocessThreads, 0, stream>>>(a);
   cudaError_t error = cudaGetLastError();
   if (error == cudaSuccess && tiles > 0) {
-    const unsigned blocks = Kernels::kPersistent
-                                ? static_cast<unsigned>(std::min(a.tiles, device.sms))
-                                : tiles * Kernels::kBlocks;
+    const auto blocks =
+        static_cast<unsigned>(std::min(a.tiles, device.sms / Kernels::kBlocks) * Kernels::kBlocks);
     error = launch_kernel(Kernels::kMain, Kernels::kStartEarly, blocks, kTile.threads(),
                           kSharedBytes, stream, a);
   }

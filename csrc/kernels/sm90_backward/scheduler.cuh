@@ -8,14 +8,14 @@
 
 namespace attnscope::sm90 {
 
-// Zeroes the rows of a tile of a gradient.
+// Zeroes rows `first` to `end` of a tile of a gradient.
 template <class Element>
 __device__ __forceinline__ void clear_keys(const KeyTile& t, void* data, const Strides& stride,
-                                           int dim) {
+                                           int dim, int first, int end) {
   auto* row = static_cast<Element*>(data) + t.batch * stride.batch +
-              int64_t{t.k_row + ptx::lane()} * stride.row + t.head_kv * stride.head;
+              int64_t{t.k_row + first + ptx::lane()} * stride.row + t.head_kv * stride.head;
 #pragma unroll 1
-  for (int i = ptx::lane(); i < t.rows; i += 32, row += 32 * stride.row) {
+  for (int i = first + ptx::lane(); i < end; i += 32, row += 32 * stride.row) {
 #pragma unroll 1
     for (int column = 0; column < dim; column += 8) {
       *reinterpret_cast<uint4*>(row + column) = uint4{};
@@ -81,9 +81,9 @@ __device__ __forceinline__ void schedule(const BackwardArguments& a, BackwardSha
     } else {
       // In a packed batch, some numbers have no tile. No query may see the keys of a tile.
       clear_keys<typename Config::Element>(t, a.params.dk, a.params.dk_stride,
-                                           a.params.forward.head_dim);
+                                           a.params.forward.head_dim, 0, t.rows);
       clear_keys<typename Config::Element>(t, a.params.dv, a.params.dv_stride,
-                                           a.params.forward.head_dim_v);
+                                           a.params.forward.head_dim_v, 0, t.rows);
       ptx::await_kernel_before();
     }
     if (ptx::lane() == 0 && (!a.whole_heads || --next.key_block < 0)) {

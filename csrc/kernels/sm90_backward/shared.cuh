@@ -86,7 +86,8 @@ struct LateLoad {
   int ready, done;
   Operand operand;
   int stage, head, block;
-  int tile;  // of the narrow kernel: the buffer of its description
+  int tile;  // the buffer of its description
+  int part;  // of dO of the wide kernel
   uint32_t start, cycles;
 };
 #endif

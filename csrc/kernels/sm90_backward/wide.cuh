@@ -1,22 +1,24 @@
 // Attention backward for Hopper (sm_90a), head dims 136 to 256.
 //
 // Problem   dq, dk, dv of out = softmax(mask(cap(q k^T scale))) v, see attn/params.h.
-// Roles     A cluster of two thread blocks, 64 keys each. Warpgroup 0: one thread loads by TMA.
-//           1: S^T, P^T, dV. 2: dP^T, dS^T, dK. 3: dQ, and its way to global memory.
-// Pipeline  Steps over the query heads and query blocks that see the cluster's 128 keys. P^T and
-//           dS^T stay in registers as A operands of dV += P^T dO and dK += dS^T Q. Through shared
-//           memory go P, to 2, and dS, to 3 of both blocks: each computes half of the columns of
-//           dQ = dS K, of 128 keys. Each loads half of Q and dO, for both.
+// Roles     A cluster of two thread blocks, 64 keys each. Warpgroup 0: one thread loads by TMA, one
+//           warp takes tiles. 1: S^T, P^T, dV. 2: dP^T, dS^T, dK. 3: dQ, and its way to global
+//           memory.
+// Pipeline  A cluster takes tiles of 128 keys one after the other. Steps over the query heads and
+//           query blocks that see them. P^T and dS^T stay in registers as A operands of dV += P^T
+//           dO and dK += dS^T Q. Through shared memory go P, to 2, and dS, to 3 of both blocks:
+//           each computes half of the columns of dQ = dS K, of 128 keys. Each loads half of Q and
+//           dO, for both.
 // Layouts   dQ of a block of queries in fp32: column blocks of 64, each [4 warps][8 column groups]
 //           [32 lanes][4]; the 4 are rows g and g + 8 of the warp's 16, two columns each.
 // Limits    bf16, fp16; head dims in multiples of 8.
 // Test      tests/ops/test_backward_gpu.py; bench: attnscope bench --mode backward --impl cuda.
 #pragma once
 
-#include "kernels/sm90_backward/tiles.cuh"
 #include "kernels/sm90_backward/wide_consumer.cuh"
 #include "kernels/sm90_backward/wide_producer.cuh"
 #include "kernels/sm90_backward/wide_query.cuh"
+#include "kernels/sm90_backward/wide_scheduler.cuh"
 #include "kernels/sm90_backward/wide_shared.cuh"
 
 namespace attnscope::sm90 {
@@ -29,8 +31,16 @@ __device__ __forceinline__ void init_barriers(WideShared<Config>& s) {
   };
   // One warpgroup of each rank.
   constexpr int kArrivals = 4 * Config::kRanks * kWarpArrivals;
+  for (uint64_t& barrier : s.tile_full) init(barrier, kWarpArrivals);
+  for (uint64_t& barrier : s.tile_empty) init(barrier, 12 * kWarpArrivals + 1);
+  init(s.tile_wanted, 1);
+  init(s.index_full, 1);
+  init(s.index_empty, Config::kRanks);
   init(s.k_full, 1);
   init(s.v_full, 1);
+  init(s.peer_full, 1);
+  init(s.k_empty, 4 * kWarpArrivals);
+  init(s.v_empty, 8 * kWarpArrivals);
   for (uint64_t& barrier : s.q_full) init(barrier, 1);
   for (uint64_t& barrier : s.q_empty) init(barrier, kArrivals);
   for (uint64_t& barrier : s.dout_full) init(barrier, 1);
@@ -52,27 +62,17 @@ __global__ void __cluster_dims__(Config::kRanks, 1, 1) __launch_bounds__(Config:
   if (threadIdx.x == 0) {
     init_barriers<Config>(s);
     init_late_loads(s);
-    inject(Fault::kTile, 0);
-    if (a.tickets != nullptr && rank == 0) s.index = ptx::atomic_add(a.counter, 1);
   }
-  ptx::cluster_sync();  // also before a block writes to the other's shared memory
-  if (threadIdx.x / 32 == 0) {
-    int index = blockIdx.x / Config::kRanks;
-    if (a.tickets != nullptr) {
-      index = ptx::load_cluster(ptx::cluster_address(ptx::shared_address(&s.index), 0));
-    }
-    describe_tile<WideTileConfig>(a, index, 0, s.tile);
-  }
-  __syncthreads();
+  ptx::cluster_sync();  // before a block writes to the other's shared memory
 
   // Each role ends with a barrier of the cluster: until then the other block may write to this
   // one's shared memory.
-  const bool any = s.tile.rows > 0;
   if (threadIdx.x < 128) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-    if (threadIdx.x == 0 && any && s.tile.begin < s.tile.end) produce_wide<Config>(a, s, rank);
+    if (threadIdx.x / 32 == 3) schedule_wide<Config>(a, s, rank);
+    if (threadIdx.x == 0) produce_wide<Config>(a, s, rank);
 #ifdef ATTNSCOPE_FAULTS
-    if (threadIdx.x == 96 && any && s.tile.begin < s.tile.end) {
+    if (threadIdx.x == 64) {
       issue_late_loads(s, [&](const LateLoad& copy) { issue_late_load<Config>(a, s, rank, copy); });
     }
 #endif
@@ -80,15 +80,15 @@ __global__ void __cluster_dims__(Config::kRanks, 1, 1) __launch_bounds__(Config:
     ptx::cluster_sync();
   } else if (threadIdx.x < 256) {
     ptx::setmaxnreg_inc<Config::kValueRegisters>();
-    if (any) ValueConsumer<Config>(a, s, rank).run();
+    ValueConsumer<Config>(a, s, rank).run();
     ptx::cluster_sync();
   } else if (threadIdx.x < 384) {
     ptx::setmaxnreg_inc<Config::kKeyRegisters>();
-    if (any) KeyConsumer<Config>(a, s, rank).run();
+    KeyConsumer<Config>(a, s, rank).run();
     ptx::cluster_sync();
   } else {
     ptx::setmaxnreg_dec<Config::kQueryRegisters>();
-    if (any) QueryConsumer<Config>(a, s, rank).run();
+    QueryConsumer<Config>(a, s, rank).run();
     ptx::cluster_sync();
   }
 }

@@ -15,17 +15,22 @@ template <class Config>
 class WideConsumer : protected WideRole<Config> {
  protected:
   using Base = WideRole<Config>;
-  using Base::a, Base::s, Base::rank, Base::block, Base::steps;
+  using Base::a, Base::s, Base::rank, Base::block, Base::steps, Base::first, Base::tiles;
   using Base::kBlockM;
   using typename Base::Element;
   using QuerySlot = Slot<Config::kStages>;
-  using DoutSlot = Slot<Config::kDoutStages>;
 
   __device__ __forceinline__ WideConsumer(const BackwardArguments& a, WideShared<Config>& s,
                                           int rank)
       : Base(a, s, rank) {}
 
   using Gradient = float[Config::kSlices][Config::kSliceColumns / 2];
+
+  // The next part of dO, which this warp has read.
+  __device__ __forceinline__ void release_dout() {
+    Base::release_ranks(s.dout_empty[ring.stage]);
+    ring.advance(a, 1);
+  }
 
   __device__ __forceinline__ static void clear(Gradient& d) {
 #pragma unroll
@@ -35,22 +40,16 @@ class WideConsumer : protected WideRole<Config> {
     }
   }
 
-  // d [64 keys, kHeadDim] += P^T or dS^T, from registers, times dO or Q, N-major.
-  __device__ __forceinline__ static void issue_gradient(Gradient& d,
-                                                        const uint32_t (&scores)[kBlockM / 4],
-                                                        ptx::WgmmaDescriptor queries) {
-    ptx::wgmma_fence();
+  // A slice of d [64 keys, kHeadDim] += P^T or dS^T, from registers, times columns of dO or Q,
+  // N-major.
+  __device__ __forceinline__ static void issue_slice(float (&d)[Config::kSliceColumns / 2],
+                                                     const uint32_t (&scores)[kBlockM / 4],
+                                                     ptx::WgmmaDescriptor queries, int first) {
 #pragma unroll
     for (int step = 0; step < kBlockM / 16; ++step) {
-#pragma unroll
-      for (int i = 0; i < Config::kSlices; ++i) {
-        ptx::WgmmaRegister<Element, Config::kSliceColumns>::mma(
-            d[i], &scores[4 * step],
-            queries.at(step * 16 * Config::kRowBytes +
-                       i * Config::kSliceColumns / 64 * Config::kColumnBytes));
-      }
+      ptx::WgmmaRegister<Element, Config::kSliceColumns>::mma(
+          d, &scores[4 * step], queries.at(first + step * 16 * Config::kRowBytes));
     }
-    ptx::wgmma_commit();
   }
 
   // After the last product.
@@ -61,17 +60,18 @@ class WideConsumer : protected WideRole<Config> {
   }
 
   // Zeroes what a product must not read of the queries in `tile`.
-  __device__ __forceinline__ void clear_queries(Element* tile, int barrier) const {
+  __device__ __forceinline__ void clear_queries(Element* tile, int blocks, int barrier) const {
     if (__builtin_expect(Base::is_ragged(), false)) {
-      Base::clear_rows(tile, Config::kColumnBlocks, max(s.tile.seqlen_q - block * kBlockM, 0),
-                       barrier);
+      Base::clear_rows(tile, blocks, max(Base::tile().seqlen_q - block * kBlockM, 0), barrier);
     }
   }
+
+  DoutRing<Config> ring;  // the first part that was not released
 
   // Stores the accumulators, by way of 2 KB for each warp at `staging`.
   __device__ __forceinline__ void store(const Gradient& d, float factor, void* data,
                                         const Strides& stride, int dim, uint32_t staging) const {
-    const KeyTile& t = s.tile;
+    const KeyTile& t = Base::tile();
     const int warp = threadIdx.x / 32 % 4, first = rank * 64 + warp * 16;
     Element* out = static_cast<Element*>(data) + t.batch * stride.batch +
                    int64_t{t.k_row + first} * stride.row + t.head_kv * stride.head;
@@ -89,7 +89,7 @@ class WideConsumer : protected WideRole<Config> {
 template <class Config>
 class ValueConsumer : WideConsumer<Config> {
   using Base = WideConsumer<Config>;
-  using Base::a, Base::s, Base::rank, Base::block, Base::steps;
+  using Base::a, Base::s, Base::rank, Base::block, Base::steps, Base::first, Base::tiles;
   using Base::kBlockM;
   using Scores = float[kBlockM / 2];
   using Packed = uint32_t[kBlockM / 4];
@@ -101,50 +101,74 @@ class ValueConsumer : WideConsumer<Config> {
       : Base(a, s, rank) {}
 
   __device__ __forceinline__ void run() {
-    typename Base::Gradient dv;
-    Base::clear(dv);
-    if (steps > 0) {
-      Scores p;
-      wait(s.k_full, 0);
-      issue_scores(p, 0);
-      ptx::wgmma_wait<0>();
-      ptx::pin_registers(p);
 #pragma unroll 1
-      for (int i = 0;; ++i) {
-        const typename Base::DoutSlot slot(i);
-        Packed packed;
-        probabilities(p, packed, i);
-        wait(s.dout_full[slot.stage], slot.parity);
-        Base::clear_queries(s.dout[slot.stage], kBarrier);
-        inject(Fault::kRelease, i);
-        Base::issue_gradient(dv, packed, Base::descriptor(s.dout[0], slot.stage));
-        if (i + 1 == steps) break;
-        issue_scores(p, i + 1);
-        ptx::wgmma_wait<1>();
-        Base::release_ranks(s.dout_empty[slot.stage]);
-        Base::advance_block();
-        ptx::wgmma_wait<0>();
-        ptx::pin_registers(p);
-      }
-      Base::await(dv);
-      wait(s.weights_empty, (steps - 1) & 1);
-    }
-    Base::store(dv, 1.0f, a.params.dv, a.params.dv_stride, a.params.forward.head_dim_v,
-                ptx::shared_address(s.weights));
+    while (Base::take_tile()) run_tile();
   }
 
  private:
+  __device__ __forceinline__ void run_tile() {
+    typename Base::Gradient dv;
+    Base::clear(dv);
+    Scores p;
+    wait(s.k_full, tiles & 1);
+    const int last = first + steps - 1;
+    issue_scores(p, first);
+    ptx::wgmma_wait<0>();
+    ptx::pin_registers(p);
+#pragma unroll 1
+    for (int i = first;; ++i) {
+      Packed packed;
+      probabilities(p, packed, i);
+      inject(Fault::kRelease, i);
+      issue_gradient(dv, packed);
+      if constexpr (Config::kDoutParts > 1) {
+        ptx::wgmma_wait<1>();
+        Base::release_dout();
+      }
+      if (i == last) break;
+      issue_scores(p, i + 1);
+      ptx::wgmma_wait<1>();
+      Base::release_dout();
+      Base::advance_block();
+      ptx::wgmma_wait<0>();
+      ptx::pin_registers(p);
+    }
+    Base::await(dv);
+    Base::release_dout();
+    wait(s.weights_empty, last & 1);
+    Base::store(dv, 1.0f, a.params.dv, a.params.dv_stride, a.params.forward.head_dim_v,
+                ptx::shared_address(s.weights));
+    // Other warps write P where this one staged.
+    ptx::named_barrier(kBarrier, 128);
+    Base::release_tile();
+  }
+
+  // dV += P^T dO, a slice of columns for each part of dO.
+  __device__ __forceinline__ void issue_gradient(typename Base::Gradient& dv,
+                                                 const Packed& packed) const {
+#pragma unroll
+    for (int part = 0; part < Config::kDoutParts; ++part) {
+      const auto slot = Base::ring.after(a, part);
+      wait(s.dout_full[slot.stage], slot.parity);
+      Base::clear_queries(s.dout[slot.stage], Config::kDoutBlocks, kBarrier);
+      ptx::wgmma_fence();
+      Base::issue_slice(dv[part], packed, Base::dout(slot.stage), 0);
+      ptx::wgmma_commit();
+    }
+  }
+
   __device__ __forceinline__ void issue_scores(Scores& p, int i) const {
     const typename Base::QuerySlot slot(i);
     wait(s.q_full[slot.stage], slot.parity);
-    sm90::issue_scores<Config>(p, Base::descriptor(s.k), Base::descriptor(s.q[0], slot.stage));
+    sm90::issue_scores<Config>(p, Base::descriptor(Base::keys()),
+                               Base::descriptor(s.q[0], slot.stage));
   }
 
   __device__ __forceinline__ void probabilities(Scores& p, Packed& packed, int i) const {
     const bool cap = a.scores.transform == kCap;
     if (__builtin_expect(a.scores.transform, false)) transform_scores<false>(p, a.scores);
     if (__builtin_expect(Base::is_boundary(), false)) {
-      const KeyTile& t = s.tile;
+      const KeyTile& t = Base::tile();
       const ForwardParams& f = a.params.forward;
       const int key = t.first_key + rank * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
       mask_keys<Config>(p, {t.seqlen_q - t.seqlen_k, f.window_right, f.window_left}, key,
@@ -179,7 +203,7 @@ class ValueConsumer : WideConsumer<Config> {
 template <class Config>
 class KeyConsumer : WideConsumer<Config> {
   using Base = WideConsumer<Config>;
-  using Base::a, Base::s, Base::rank, Base::block, Base::steps;
+  using Base::a, Base::s, Base::rank, Base::block, Base::steps, Base::first, Base::tiles;
   using Base::kBlockM;
   using Scores = float[kBlockM / 2];
   using Packed = uint32_t[kBlockM / 4];
@@ -191,46 +215,80 @@ class KeyConsumer : WideConsumer<Config> {
       : Base(a, s, rank) {}
 
   __device__ __forceinline__ void run() {
-    typename Base::Gradient dk;
-    Base::clear(dk);
-    if (steps > 0) {
-      Scores dp;
-      wait(s.v_full, 0);
-      issue_gradients(dp, 0);
-      ptx::wgmma_wait<0>();
-      ptx::pin_registers(dp);
 #pragma unroll 1
-      for (int i = 0;; ++i) {
-        const typename Base::QuerySlot slot(i);
-        Packed ds;
-        Base::release_ranks(s.dout_empty[typename Base::DoutSlot(i).stage]);
-        wait(s.q_full[slot.stage], slot.parity);
-        score_gradients(dp, ds, i);
-        Base::clear_queries(s.q[slot.stage], kBarrier);
-        inject(Fault::kRelease, 2 * i);
-        Base::issue_gradient(dk, ds, Base::descriptor(s.q[0], slot.stage));
-        if (i + 1 == steps) break;
-        issue_gradients(dp, i + 1);
-        ptx::wgmma_wait<1>();
-        // The other consumer has done with Q and its statistics: it has passed on P.
-        Base::release_ranks(s.q_empty[slot.stage]);
-        Base::advance_block();
-        ptx::wgmma_wait<0>();
-        ptx::pin_registers(dp);
-      }
-      Base::await(dk);
-    }
-    ptx::named_barrier(kBarrier, 128);  // after the last product of each warp
-    Base::store(dk, a.scale, a.params.dk, a.params.dk_stride, a.params.forward.head_dim,
-                ptx::shared_address(s.v));
+    while (Base::take_tile()) run_tile();
   }
 
  private:
-  // dP^T.
-  __device__ __forceinline__ void issue_gradients(Scores& dp, int i) const {
-    const typename Base::DoutSlot slot(i);
+  __device__ __forceinline__ void run_tile() {
+    typename Base::Gradient dk;
+    Base::clear(dk);
+    Scores dp;
+    wait(s.v_full, tiles & 1);
+    const int last = first + steps - 1;
+    issue_gradients<0>(dp);
+    issue_rest(dp);
+    ptx::pin_registers(dp);
+#pragma unroll 1
+    for (int i = first;; ++i) {
+      const typename Base::QuerySlot slot(i);
+      Packed ds;
+      Base::release_dout();
+      wait(s.q_full[slot.stage], slot.parity);
+      score_gradients(dp, ds, i);
+      Base::clear_queries(s.q[slot.stage], Config::kColumnBlocks, kBarrier);
+      inject(Fault::kRelease, 2 * i);
+      ptx::wgmma_fence();
+      const ptx::WgmmaDescriptor queries = Base::descriptor(s.q[0], slot.stage);
+#pragma unroll
+      for (int j = 0; j < Config::kSlices; ++j) {
+        Base::issue_slice(dk[j], ds, queries,
+                          j * Config::kSliceColumns / 64 * Config::kColumnBytes);
+      }
+      ptx::wgmma_commit();
+      if (i == last) break;
+      issue_gradients<0>(dp);
+      ptx::wgmma_wait<1>();
+      // The other consumer has done with Q and its statistics: it has passed on P.
+      Base::release_ranks(s.q_empty[slot.stage]);
+      Base::advance_block();
+      issue_rest(dp);
+      ptx::pin_registers(dp);
+    }
+    release(s.v_empty);  // the last dP is complete
+    Base::await(dk);
+    Base::release_ranks(s.q_empty[typename Base::QuerySlot(last).stage]);
+    Base::store(dk, a.scale, a.params.dk, a.params.dk_stride, a.params.forward.head_dim,
+                ptx::shared_address(s.dk));
+    Base::release_tile();
+  }
+
+  // dP^T, of part `kPart` of dO.
+  template <int kPart>
+  __device__ __forceinline__ void issue_gradients(Scores& dp) const {
+    const auto slot = Base::ring.after(a, kPart);
     wait(s.dout_full[slot.stage], slot.parity);
-    issue_scores<Config>(dp, Base::descriptor(s.v), Base::descriptor(s.dout[0], slot.stage));
+    ptx::wgmma_fence();
+    const ptx::WgmmaDescriptor values = Base::descriptor(Base::values());
+    const ptx::WgmmaDescriptor dout = Base::dout(slot.stage);
+#pragma unroll
+    for (int step = 0; step < 4 * Config::kDoutBlocks; ++step) {
+      const int columns = step / 4 * Config::kColumnBytes + step % 4 * 32;
+      ptx::WgmmaShared<typename Config::Element, kBlockM>::mma(
+          dp, values.at(kPart * Config::kDoutBlocks * Config::kColumnBytes + columns),
+          dout.at(columns), kPart + step > 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // The other parts, until dP^T is complete.
+  __device__ __forceinline__ void issue_rest(Scores& dp) {
+    if constexpr (Config::kDoutParts > 1) {
+      issue_gradients<1>(dp);
+      ptx::wgmma_wait<1>();
+      Base::release_dout();
+    }
+    ptx::wgmma_wait<0>();
   }
 
   __device__ __forceinline__ void score_gradients(const Scores& dp, Packed& ds, int i) const {

@@ -1,4 +1,5 @@
-// The producer of the wide kernel: a thread that loads K and V once, then Q and dO block by block.
+// The producer of the wide kernel: a thread that loads K and V of a tile, then Q and dO block by
+// block.
 #pragma once
 
 #include "kernels/sm90_backward/late_load.cuh"
@@ -18,19 +19,21 @@ __device__ __forceinline__ void load_keys(const KeyTile& t, void* buffer, const 
   }
 }
 
-// This rank's share of 64 rows of Q or dO, into the shared memory of all ranks.
+// This rank's share of 64 rows of `blocks` column blocks of Q or dO, from `first` on, into the
+// shared memory of all ranks.
 template <class Config>
 __device__ __forceinline__ void load_queries(const KeyTile& t, int rank, void* buffer,
                                              const TensorMap& tensor, uint64_t& full, int row,
-                                             int head) {
+                                             int head, int first, int blocks) {
   constexpr int kRanks = Config::kRanks, kShare = 64 / kRanks;
 #pragma unroll
-  for (int i = 0; i < Config::kColumnBlocks; ++i) {
+  for (int i = 0; i < blocks; ++i) {
     const uint32_t to =
         ptx::shared_address(buffer) + i * Config::kColumnBytes + rank * kShare * Config::kRowBytes;
     const int head_at = head * tensor.head_step, batch_at = t.batch * tensor.batch_step;
     ptx::tma_multicast_4d(to, &tensor.map, ptx::shared_address(&full), ptx::CachePolicy::kEvictLast,
-                          (1 << kRanks) - 1, i * 64, row + rank * kShare, head_at, batch_at);
+                          (1 << kRanks) - 1, (first + i) * 64, row + rank * kShare, head_at,
+                          batch_at);
   }
 }
 
@@ -38,71 +41,104 @@ __device__ __forceinline__ void load_queries(const KeyTile& t, int rank, void* b
 template <class Config>
 __device__ __forceinline__ void issue_late_load(const BackwardArguments& a, WideShared<Config>& s,
                                                 int rank, const LateLoad& copy) {
-  const KeyTile& t = s.tile;
+  const KeyTile& t = s.tile[copy.tile];
   const int stage = copy.stage, row = t.q_row + copy.block * Config::kBlockM;
   if (copy.operand == Operand::kK) {
-    load_keys<Config>(t, s.k, a.k, s.k_full, rank * 64, 0, Config::kColumnBlocks);
+    load_keys<Config>(t, s.keys[stage], a.k, s.k_full, rank * 64, 0, Config::kColumnBlocks);
   } else if (copy.operand == Operand::kV) {
-    load_keys<Config>(t, s.v, a.v, s.v_full, rank * 64, 0, Config::kColumnBlocks);
+    load_keys<Config>(t, s.keys[stage], a.v, s.v_full, rank * 64, 0, Config::kColumnBlocks);
   } else if (copy.operand == Operand::kQ) {
-    load_queries<Config>(t, rank, s.q[stage], a.q, s.q_full[stage], row, copy.head);
+    load_queries<Config>(t, rank, s.q[stage], a.q, s.q_full[stage], row, copy.head, 0,
+                         Config::kColumnBlocks);
   } else {
-    load_queries<Config>(t, rank, s.dout[stage], a.dout, s.dout_full[stage], row, copy.head);
+    load_queries<Config>(t, rank, s.dout[stage], a.dout, s.dout_full[stage], row, copy.head,
+                         copy.part * Config::kDoutBlocks, Config::kDoutBlocks);
   }
 }
 #endif
 
+// Loads tile number `number`. `count`: the steps of the tiles before.
 template <class Config>
-__device__ __forceinline__ void produce_wide(const BackwardArguments& a, WideShared<Config>& s,
-                                             int rank) {
+__device__ __forceinline__ void load_wide_tile(const BackwardArguments& a, WideShared<Config>& s,
+                                               int rank, int number, int& count,
+                                               DoutRing<Config>& ring) {
   using ptx::shared_address;
-  const KeyTile& t = s.tile;
+  const int buffer = number & 1;
+  const KeyTile& t = s.tile[buffer];
 
-  inject(Fault::kCopy, 0);
-  ptx::mbarrier_arrive_expect_tx(shared_address(&s.k_full),
-                                 Config::kTileBytes + Config::kPeerBlocks * Config::kColumnBytes);
-  if (!is_late(s, Operand::kK, 0, 0, 0, 0)) {
-    load_keys<Config>(t, s.k, a.k, s.k_full, rank * 64, 0, Config::kColumnBlocks);
+  // K takes the place of V of the tile before.
+  ptx::mbarrier_wait(shared_address(&s.v_empty), number & 1 ^ 1);
+  inject(Fault::kCopy, 4 * number);
+  ptx::mbarrier_arrive_expect_tx(shared_address(&s.k_full), Config::kTileBytes);
+  if (!is_late(s, Operand::kK, number, buffer, 0, 0, buffer)) {
+    load_keys<Config>(t, s.keys[buffer], a.k, s.k_full, rank * 64, 0, Config::kColumnBlocks);
   }
-  load_keys<Config>(t, s.peer_k, a.k, s.k_full, (1 - rank) * 64, rank * (Config::kColumnBlocks - 2),
-                    Config::kPeerBlocks);
-  int count = 0;
 #pragma unroll 1
   for (int head = t.head_kv * a.group; head < (t.head_kv + 1) * a.group; ++head) {
     int block = t.start;
 #pragma unroll 1
     for (int n = t.begin; n < t.end; ++n, block = t.block_after(block)) {
       const Slot<Config::kStages> q_slot(count);
-      const Slot<Config::kDoutStages> dout_slot(count);
       const int row = t.q_row + block * Config::kBlockM;
 
       uint64_t& q_full = s.q_full[q_slot.stage];
       ptx::mbarrier_wait(shared_address(&s.q_empty[q_slot.stage]), q_slot.parity ^ 1);
-      inject(Fault::kCopy, 3 * count + 1);
+      inject(Fault::kCopy, 4 * count + 1);
       ptx::mbarrier_arrive_expect_tx(shared_address(&q_full),
                                      Config::kTileBytes + Config::kStatisticsBytes);
-      if (!is_late(s, Operand::kQ, count, q_slot.stage, head, block)) {
-        load_queries<Config>(t, rank, s.q[q_slot.stage], a.q, q_full, row, head);
+      if (!is_late(s, Operand::kQ, count, q_slot.stage, head, block, buffer)) {
+        load_queries<Config>(t, rank, s.q[q_slot.stage], a.q, q_full, row, head, 0,
+                             Config::kColumnBlocks);
       }
       ptx::bulk_load(shared_address(s.statistics[q_slot.stage]),
                      a.statistics + (int64_t{head} * a.query_blocks + t.first_block + block) *
                                         (2 * Config::kBlockM),
                      Config::kStatisticsBytes, shared_address(&q_full));
-      if (count == 0) {
-        ptx::mbarrier_arrive_expect_tx(shared_address(&s.v_full), Config::kTileBytes);
-        if (!is_late(s, Operand::kV, 0, 0, 0, 0)) {
-          load_keys<Config>(t, s.v, a.v, s.v_full, rank * 64, 0, Config::kColumnBlocks);
+#pragma unroll 1
+      for (int part = 0; part < Config::kDoutParts; ++part) {
+        const int number = count * Config::kDoutParts + part, stage = ring.stage;
+        uint64_t& full = s.dout_full[stage];
+        ptx::mbarrier_wait(shared_address(&s.dout_empty[stage]), ring.parity ^ 1);
+        ring.advance(a, 1);
+        inject(Fault::kCopy, 4 * number + 2);
+        ptx::mbarrier_arrive_expect_tx(shared_address(&full),
+                                       Config::kDoutBlocks * Config::kColumnBytes);
+        if (!is_late(s, Operand::kDout, number, stage, head, block, buffer, part)) {
+          load_queries<Config>(t, rank, s.dout[stage], a.dout, full, row, head,
+                               part * Config::kDoutBlocks, Config::kDoutBlocks);
         }
       }
-      uint64_t& dout_full = s.dout_full[dout_slot.stage];
-      ptx::mbarrier_wait(shared_address(&s.dout_empty[dout_slot.stage]), dout_slot.parity ^ 1);
-      inject(Fault::kCopy, 3 * count + 2);
-      ptx::mbarrier_arrive_expect_tx(shared_address(&dout_full), Config::kTileBytes);
-      if (!is_late(s, Operand::kDout, count, dout_slot.stage, head, block)) {
-        load_queries<Config>(t, rank, s.dout[dout_slot.stage], a.dout, dout_full, row, head);
+      if (n == t.begin && head == t.head_kv * a.group) {
+        // V takes the place of K of the tile before.
+        ptx::mbarrier_wait(shared_address(&s.k_empty), number & 1 ^ 1);
+        inject(Fault::kCopy, 4 * number + 3);
+        ptx::mbarrier_arrive_expect_tx(shared_address(&s.v_full), Config::kTileBytes);
+        if (!is_late(s, Operand::kV, number, buffer ^ 1, 0, 0, buffer)) {
+          load_keys<Config>(t, s.keys[buffer ^ 1], a.v, s.v_full, rank * 64, 0,
+                            Config::kColumnBlocks);
+        }
+        ptx::mbarrier_arrive_expect_tx(shared_address(&s.peer_full),
+                                       Config::kPeerBlocks * Config::kColumnBytes);
+        load_keys<Config>(t, s.peer_k, a.k, s.peer_full, (1 - rank) * 64,
+                          rank * (Config::kColumnBlocks - 2), Config::kPeerBlocks);
       }
       ++count;
     }
+  }
+}
+
+template <class Config>
+__device__ __forceinline__ void produce_wide(const BackwardArguments& a, WideShared<Config>& s,
+                                             int rank) {
+  int count = 0;
+  DoutRing<Config> ring;
+#pragma unroll 1
+  for (int number = 0;; ++number) {
+    ptx::mbarrier_wait(ptx::shared_address(&s.tile_full[number & 1]), number >> 1 & 1);
+    if (s.tile[number & 1].rows == 0) break;
+    load_wide_tile<Config>(a, s, rank, number, count, ring);
+    ptx::mbarrier_arrive(ptx::shared_address(&s.tile_wanted));
+    ptx::mbarrier_arrive(ptx::shared_address(&s.tile_empty[number & 1]));
   }
   finish_late_loads(s);
 }

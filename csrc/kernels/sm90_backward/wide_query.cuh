@@ -12,10 +12,10 @@ template <class Config>
 class QueryConsumer : WideRole<Config> {
   using Base = WideRole<Config>;
   using Base::a, Base::s, Base::rank, Base::begin, Base::end, Base::start;
-  using Base::block, Base::steps;
+  using Base::block, Base::steps, Base::first, Base::tiles;
   using Base::kBlockM;
   static constexpr int kRanks = Config::kRanks, kColumnBlocks = Config::kColumnBlocks;
-  static constexpr int kProductBlocks = Config::kProductColumns / 64;
+  static_assert(Config::kProductColumns == 64, "a product is a column block");
   static constexpr int kBarrier = 3;
   // A rank computes the same columns in each tile: one turn serves all products of a step.
   static constexpr bool kOneTurn = kColumnBlocks == 4;
@@ -24,17 +24,22 @@ class QueryConsumer : WideRole<Config> {
  public:
   __device__ __forceinline__ QueryConsumer(const BackwardArguments& a, WideShared<Config>& s,
                                            int rank)
-      : Base(a, s, rank) {
-    place = ptx::uniform(s.tile.head_kv) * a.group * a.query_blocks +
-            ptx::uniform(s.tile.first_block) + start;
-  }
+      : Base(a, s, rank) {}
 
   __device__ __forceinline__ void run() {
-    if (steps == 0) return;
+#pragma unroll 1
+    while (Base::take_tile()) run_tile();
+    ptx::tma_store_wait_read<0>();
+  }
+
+ private:
+  __device__ __forceinline__ void run_tile() {
+    place = ptx::uniform(Base::tile().head_kv) * a.group * a.query_blocks +
+            ptx::uniform(Base::tile().first_block) + start;
     prepare_keys();
 #pragma unroll 1
     for (int i = 0; i < steps; ++i) {
-      const Slot<Config::kScoreStages> slot(i);
+      const Slot<Config::kScoreStages> slot(first + i);
       const int products = product_count(i);
       wait(s.ds_full[slot.stage], slot.parity);
 #pragma unroll 1
@@ -42,7 +47,7 @@ class QueryConsumer : WideRole<Config> {
         const int column = column_block(j);
         Gradient dq;
         if (!kGuardedRing && j + 1 == products) Base::release_ranks(s.ds_empty[slot.stage]);
-        inject(Fault::kRelease, 2 * i + j);
+        inject(Fault::kRelease, 2 * (first + i) + j);
         issue_query_gradient(dq, slot.stage, column);
         if (a.tickets != nullptr && (j == 0 || !kOneTurn)) {
           pass_turn();
@@ -51,6 +56,7 @@ class QueryConsumer : WideRole<Config> {
         ptx::wgmma_wait<0>();
         ptx::pin_registers(dq);
         if (kGuardedRing && j + 1 == products) Base::release_ranks(s.ds_empty[slot.stage]);
+        if (j + 1 == products && i + 1 == steps) release(s.k_empty);
         add(dq, column);
       }
       place += block == end - 1 ? begin - block : 1;
@@ -58,13 +64,13 @@ class QueryConsumer : WideRole<Config> {
       if (block == start) place += a.query_blocks;  // the next head's
     }
     pass_turn();
-    ptx::tma_store_wait_read<0>();
+    turn = nullptr;
+    Base::release_tile();
   }
 
- private:
   // The products of step `i`, and the first of the column blocks of product `j`, see WideConfig.
   __device__ __forceinline__ int product_count(int i) const {
-    if constexpr (kColumnBlocks == 4) return 2 / kProductBlocks;
+    if constexpr (kColumnBlocks == 4) return 2;
     return (i + rank) % 2 + 1;
   }
   __device__ __forceinline__ int column_block(int j) const {
@@ -73,16 +79,19 @@ class QueryConsumer : WideRole<Config> {
   }
 
   __device__ __forceinline__ void prepare_keys() const {
-    wait(s.k_full, 0);
-    if (!a.packed || s.tile.rows == 64 * kRanks) return;
-    Base::clear_rows(s.k, kColumnBlocks, Base::rows(rank), kBarrier);
+    wait(s.k_full, tiles & 1);
+    // K of the next tile completes k_full again: it must not come before this wait.
+    release(s.v_empty);
+    wait(s.peer_full, tiles & 1);
+    if (!a.packed || Base::tile().rows == 64 * kRanks) return;
+    Base::clear_rows(Base::keys(), kColumnBlocks, Base::rows(rank), kBarrier);
     Base::clear_rows(s.peer_k, Config::kPeerBlocks, Base::rows(1 - rank), kBarrier);
   }
 
   // Columns of dQ [64, .]: dS of each rank, K-major, times its K, N-major. In the order of the
   // ranks, so that both compute the same bits.
   __device__ __forceinline__ void issue_query_gradient(Gradient& dq, int stage, int column) const {
-    const uint32_t own = ptx::shared_address(s.k) + column * Config::kColumnBytes;
+    const uint32_t own = ptx::shared_address(Base::keys()) + column * Config::kColumnBytes;
     const uint32_t peer = ptx::shared_address(s.peer_k) +
                           (column - rank * (kColumnBlocks - 2)) * Config::kColumnBytes;
     ptx::wgmma_fence();
@@ -100,16 +109,23 @@ class QueryConsumer : WideRole<Config> {
     ptx::wgmma_commit();
   }
 
-  // Adds a product. A warp's 16 rows of a column block are 4 KB, see wide.cuh.
+  // Adds a product, a column block. A warp's 16 rows of a column block are 4 KB, see wide.cuh.
   __device__ __forceinline__ void add(const Gradient& dq, int column) const {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     float* gradient = a.gradient + int64_t{place} * Config::kGradientFloats +
                       column * Config::kPartFloats + warp * 1024;
-    constexpr int kGroups = Config::kProductColumns / 8;  // of 8 columns
-    static_assert(kGroups / 4 % Config::kGradientStages == 0, "each product starts at buffer 0");
+    if (!Config::kStagesGradient && a.tickets == nullptr) {
+      inject(Fault::kAdd, place * kColumnBlocks + column);
 #pragma unroll
-    for (int i = 0; i < kGroups; i += 4) {
-      const uint32_t staging = ptx::shared_address(s.dq[warp][i / 4 % Config::kGradientStages]);
+      for (int j = 0; j < 8; ++j) ptx::add_warp_quad(gradient + j * 128, lane, dq + 4 * j);
+      return;
+    }
+    float* const buffers =
+        Config::kStagesGradient ? s.dq : reinterpret_cast<float*>(s.dout[Config::kDoutStages - 1]);
+#pragma unroll
+    for (int i = 0; i < 8; i += 4) {
+      const uint32_t staging = ptx::shared_address(
+          buffers + (warp * Config::kGradientStages + i / 4) * Config::kStagedFloats);
       ptx::tma_store_wait_read<Config::kGradientStages - 1>();
       __syncwarp();
 #pragma unroll
@@ -121,7 +137,7 @@ class QueryConsumer : WideRole<Config> {
       __syncwarp();
       if (lane == 0) {
         inject(Fault::kAdd, place * kColumnBlocks * 2 + column * 2 + i);
-        ptx::bulk_add(gradient + i / 8 * Config::kPartFloats + i % 8 * 128, staging, 2048);
+        ptx::bulk_add(gradient + i * 128, staging, 2048);
         ptx::tma_store_commit();
       }
       __syncwarp();
@@ -131,7 +147,7 @@ class QueryConsumer : WideRole<Config> {
   // Deterministic calls: each warp has turns of its own, see turns.cuh. A turn is passed on beside
   // the next product, when its additions have long completed.
   __device__ __forceinline__ void await_turn(int column) {
-    const int number = turn_number<kBlockM, WideTileConfig::kBlockN>(a, s.tile, block);
+    const int number = turn_number<kBlockM, WideTileConfig::kBlockN>(a, Base::tile(), block);
     turn = ticket(column);
     if (threadIdx.x % 32 == 0) {
       sm90::await_turn(a, turn, number);

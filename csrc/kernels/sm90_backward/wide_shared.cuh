@@ -25,18 +25,25 @@ struct WideConfig {
   static constexpr int kBlockM = 64;
   static constexpr int kBlockN = 64;  // keys of a thread block
   static constexpr int kStages = kTile.stages;
-  // What fits: with two ranks, head dim 256 has room for one buffer of dO.
-  static constexpr int kDoutStages = kHeadDim == 256 ? 1 : 2;
-  static constexpr int kScoreStages = kHeadDim == 256 ? 1 : 2;
+  // dO comes in parts of columns. What fits: with two ranks, head dim 256 has room for three
+  // halves.
+  static constexpr int kDoutParts = kHeadDim == 256 ? 2 : 1;
+  static constexpr int kDoutStages = kHeadDim == 256 ? 3 : 2;     // buffers for parts
+  static constexpr int kDoutBlocks = kHeadDim / 64 / kDoutParts;  // column blocks of a part
+  // dQ leaves by way of shared memory. Head dim 256 has room for that in deterministic calls alone,
+  // where the last buffer of dO is used; else dQ leaves from registers.
+  static constexpr bool kStagesGradient = kHeadDim != 256;
   static constexpr int kGradientStages = 2;
+  static constexpr int kStagedFloats = 512;
+  static constexpr int kScoreStages = kHeadDim == 256 ? 1 : 2;
   static constexpr int kThreads = kTile.threads();
   static constexpr int kTickets = kTile.tickets();  // of a block of queries
   // Each multiprocessor has 512 registers for the four threads of one number. The first warpgroup
   // loads, the others see wide.cuh.
-  static constexpr int kProducerRegisters = 24;
+  static constexpr int kProducerRegisters = 32;
   static constexpr int kValueRegisters = 208;
   static constexpr int kKeyRegisters = 208;
-  static constexpr int kQueryRegisters = 72;
+  static constexpr int kQueryRegisters = 64;
   static constexpr int kRowBytes = 128;  // one swizzled row of a 64-element column block
   static constexpr int kColumnBytes = 64 * kRowBytes;       // of a column block of 64 rows
   static constexpr int kTileBytes = 2 * 64 * kHeadDim;      // of K, V, Q or dO
@@ -50,6 +57,7 @@ struct WideConfig {
   // fit into the registers of the launch, 128.
   static constexpr int kSlices = kHeadDim == 256 ? 2 : 1;
   static constexpr int kSliceColumns = kHeadDim / kSlices;
+  static_assert(kSlices == kDoutParts, "a part of dO is for a slice of dV");
   static constexpr int kPeerBlocks = 2;                       // column blocks of the other rank's K
   static constexpr int kGradientFloats = kBlockM * kHeadDim;  // of dQ of a block
   static constexpr int kPartFloats = 64 * 64;                 // of a column block of it
@@ -78,21 +86,32 @@ struct WideShared {
   static constexpr int kTileElements = 64 * Config::kHeadDim;
   static constexpr int kQueryBuffers = Config::kStages, kDoutBuffers = Config::kDoutStages;
   static constexpr int kScoreBuffers = Config::kScoreStages;
-  static constexpr int kStagedFloats = 512;
-  alignas(1024) Element k[kTileElements];
-  alignas(1024) Element v[kTileElements];  // at the end: dK on the way out
+  // K and V of a tile; the next one's are in the other's place. So K comes when the last dP is
+  // done, and V after the last dQ.
+  alignas(1024) Element keys[2][kTileElements];
   // The columns of the other rank's K for this rank's part of dQ.
   alignas(1024) Element peer_k[Config::kPeerBlocks * 64 * 64];
   alignas(1024) Element q[kQueryBuffers][kTileElements];
-  alignas(1024) Element dout[kDoutBuffers][kTileElements];
+  alignas(1024) Element dout[kDoutBuffers][64 * 64 * Config::kDoutBlocks];
   alignas(1024) Element ds[kScoreBuffers][Config::kRanks][64 * 64];  // dS [queries, a rank's keys]
-  alignas(1024) uint4 weights[4][128];  // P, or with softcap P (1 - tanh^2); at the end: dV
-  alignas(128) float dq[4][Config::kGradientStages][kStagedFloats];  // of each warp, on its way out
+  // P, or with softcap P (1 - tanh^2); at the end of a tile: dV on the way out.
+  alignas(1024) uint4 weights[4][128];
+  alignas(1024) Element dk[64 * 64];  // dK on the way out
+  static constexpr int kStaged =      // dQ of each warp, on its way out
+      Config::kStagesGradient ? 4 * Config::kGradientStages * Config::kStagedFloats : 1;
+  alignas(128) float dq[kStaged];
   alignas(128) float statistics[kQueryBuffers][2][Config::kBlockM];  // lse_log2, delta
-  KeyTile tile;
-  int index;        // of the tile; deterministic calls
-  uint64_t k_full;  // K and peer_k
-  uint64_t v_full;
+  KeyTile tile[2];
+  alignas(
+      16) int taken[4];  // rank 0: the index of the tile that was taken, on its way to all ranks
+  alignas(16) int index[4];  // the same, received
+  int number;                // of the tile that the scheduler takes next
+  uint64_t tile_full[2], tile_empty[2];
+  uint64_t tile_wanted;              // all loads of a tile have been issued
+  uint64_t index_full, index_empty;  // index_empty: of rank 0 *
+  uint64_t k_full, v_full, peer_full;
+  uint64_t k_empty;  // K and peer_k
+  uint64_t v_empty;
   uint64_t q_full[kQueryBuffers];   // Q and statistics
   uint64_t q_empty[kQueryBuffers];  // *
   uint64_t dout_full[kDoutBuffers];
@@ -105,6 +124,24 @@ struct WideShared {
 #endif
 };
 
+// A position in the ring of parts of dO: as Slot, without a division.
+template <class Config>
+struct DoutRing {
+  int stage = 0, parity = 0;
+  __device__ __forceinline__ void advance(const BackwardArguments& a, int parts) {
+    const int stages =
+        Config::kDoutStages - (!Config::kStagesGradient && a.tickets != nullptr ? 1 : 0);
+    const bool wraps = stage + parts >= stages;
+    stage += parts - (wraps ? stages : 0);
+    parity ^= static_cast<int>(wraps);
+  }
+  __device__ __forceinline__ DoutRing after(const BackwardArguments& a, int parts) const {
+    DoutRing next = *this;
+    next.advance(a, parts);
+    return next;
+  }
+};
+
 // What the three consumers do alike.
 template <class Config>
 class WideRole {
@@ -113,29 +150,46 @@ class WideRole {
   static constexpr int kBlockM = Config::kBlockM;
 
   __device__ __forceinline__ WideRole(const BackwardArguments& a, WideShared<Config>& s, int rank)
-      : a(a), s(s), rank(rank) {
-    const KeyTile& t = s.tile;
+      : a(a), s(s), rank(rank) {}
+
+  // Waits for tile number `tiles`. False if there is none.
+  __device__ __forceinline__ bool take_tile() {
+    wait(s.tile_full[tiles & 1], tiles >> 1 & 1);
+    const KeyTile& t = tile();
     begin = ptx::uniform(t.begin);
     start = ptx::uniform(t.start);
     end = ptx::uniform(t.end);
     full_begin = ptx::uniform(t.consumer[rank].full_begin);
     full_end = ptx::uniform(t.consumer[rank].full_end);
     block = start;
-    steps = max(end - begin, 0) * a.group;
+    steps = (end - begin) * a.group;
+    return ptx::uniform(t.rows) != 0;
   }
+
+  // This warp has read the tile's description for the last time.
+  __device__ __forceinline__ void release_tile() {
+    inject(Fault::kReleaseTile, tiles);
+    release(s.tile_empty[tiles & 1]);
+    first += steps;
+    ++tiles;
+  }
+
+  __device__ __forceinline__ const KeyTile& tile() const { return s.tile[tiles & 1]; }
+  __device__ __forceinline__ Element* keys() const { return s.keys[tiles & 1]; }
+  __device__ __forceinline__ Element* values() const { return s.keys[tiles & 1 ^ 1]; }
 
   __device__ __forceinline__ void advance_block() {
     ++block;
     if (block == end) block = begin;
   }
   // Keys of rank `r`.
-  __device__ __forceinline__ int rows(int r) const { return min(max(s.tile.rows - 64 * r, 0), 64); }
+  __device__ __forceinline__ int rows(int r) const { return min(max(tile().rows - 64 * r, 0), 64); }
   __device__ __forceinline__ bool is_boundary() const {
     return block < full_begin || block >= full_end;
   }
   // A packed sequence ends within the block of queries.
   __device__ __forceinline__ bool is_ragged() const {
-    return a.packed && s.tile.seqlen_q - block * kBlockM < kBlockM;
+    return a.packed && tile().seqlen_q - block * kBlockM < kBlockM;
   }
 
   // release() of each rank's barrier.
@@ -176,6 +230,10 @@ class WideRole {
                                                                     int stage = 0) {
     return descriptor(ptx::shared_address(tile) + stage * Config::kTileBytes);
   }
+  __device__ __forceinline__ ptx::WgmmaDescriptor dout(int stage) const {
+    return descriptor(ptx::shared_address(s.dout) +
+                      stage * (Config::kDoutBlocks * Config::kColumnBytes));
+  }
 
   const BackwardArguments& a;
   WideShared<Config>& s;
@@ -183,6 +241,8 @@ class WideRole {
   int begin, end, start, full_begin, full_end;  // blocks of queries, see KeyTile
   int block;                                    // of the step
   int steps;
+  int tiles = 0;  // the number of the tile
+  int first = 0;  // the number of its first step, of all tiles
 };
 
 }  // namespace attnscope::sm90
