@@ -5,7 +5,7 @@ The models go on without an end, which covers every number of steps and of tiles
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from functools import partial
 
 import pytest
@@ -16,6 +16,7 @@ from ring_model import (
     Op,
     Role,
     Step,
+    Uses,
     arrive,
     assert_sound,
     choose,
@@ -35,8 +36,10 @@ from ring_model import (
 RANKS = (0, 1)  # thread blocks of a cluster
 
 
-# Clocks of the narrow kernel: tile descriptions, steps, tiles with keys, rounds of the pattern.
-TILE, STEP, KEYS, ROUND = range(4)
+# Clocks: tile descriptions, steps, tiles with keys, rounds of the pattern; of the wide kernel also
+# parts of dO, and indices of tiles.
+TILE, STEP, KEYS, ROUND, PART, INDEX = range(6)
+WIDE_CLOCKS = (STEP, PART, TILE)
 END = 0  # in a pattern: the description that says there is no tile
 
 
@@ -284,103 +287,269 @@ class Wide:
 
     `rings` are those that the model has, of Q, dO, P and dS. Each rank loads half of Q and dO, for
     both; `halves` 1 leaves out the half that a rank loads for itself, since the other rank's half
-    comes in more orders. `missing` is what a mutant lacks.
+    comes in more orders. dO of a step comes in `parts`, one use of its ring each.
+
+    With a `pattern` there are tiles, and a scheduler: as Narrow's, but 0 is an index without a
+    tile. That needs P and dS, which keep the consumers together. Else one tile goes on without an
+    end. A single rank, of `ranks`, loads all of Q and dO. With the ring "index" rank 0 takes the
+    indices for both ranks: then rank 1 has a scheduler at least. `missing` is what a mutant lacks:
+    waits by the name of their barrier, or what comments name.
     """
 
     def __init__(
-        self, q: int, dout: int, scores: int, rings: str = "Q dO P dS", halves: int = 1,
-        missing: str = "",
+        self, q: int, dout: int, scores: int, parts: int, rings: str = "Q dO P dS",
+        halves: int = 1, pattern: tuple[int, ...] = (), ranks: int = 2, missing: str = "",
     ) -> None:  # fmt: skip
-        self.rings, self.halves, self.missing = rings.split(), halves, missing
+        self.parts, self.rings, self.halves, self.pattern = parts, rings.split(), halves, pattern
+        self.ranks, self.missing = RANKS[:ranks], missing
+        self.rings += ["tiles"] if pattern else []
+        # Whether a step is the first of its tile, and the last.
+        self.steps = [(i == 0, i + 1 == count) for count in pattern for i in range(count)]
+        self.steps = self.steps or [(True, False), (False, False)]
+        self.again = 0 if pattern else 1  # the step after the last of these
         self.buffers: list[Buffer] = []
         self.barriers: list[Barrier] = []
-        self.q, self.q_full, self.q_empty = self.ring("Q", q, halves, readers=2)
-        self.dout, self.dout_full, self.dout_empty = self.ring("dO", dout, halves, readers=4)
-        self.p, self.p_full, self.p_empty = self.ring("P", 1, 1, readers=1)
-        self.ds, self.ds_full, self.ds_empty = self.ring("dS", scores, 2, readers=2)
+        self.q, self.q_full, self.q_empty = self.ring("Q", q, halves, ranks)
+        self.dout, self.dout_full, self.dout_empty = self.ring("dO", dout, halves, 2 * ranks, PART)
+        self.p, self.p_full, self.p_empty = self.ring("P", 1, 1, 1)
+        self.ds, self.ds_full, self.ds_empty = self.ring("dS", scores, ranks, ranks)
+
+        self.tile = self.buffer("tiles", "tile", 2)
+        self.tile_full = self.barrier("tiles", "tile_full", 2)
+        self.tile_empty = self.barrier("tiles", "tile_empty", 2, 4)
+        self.tile_wanted = self.barrier("tiles", "tile_wanted", 1)
+        # V of a tile is where K of the tile before was, and K where V was: see `swap`.
+        self.k, self.v = self.buffer("tiles", "K", 2), self.buffer("tiles", "V", 2)
+        self.peer = self.buffer("tiles", "peer", 1)
+        self.k_full = self.barrier("tiles", "k_full", 1)
+        self.v_full = self.barrier("tiles", "v_full", 1)
+        self.peer_full = self.barrier("tiles", "peer_full", 1)
+        self.k_empty = self.barrier("tiles", "k_empty", 1, 1 + self.lacks("query alone"))
+        self.v_empty = self.barrier("tiles", "v_empty", 1, 2 - self.lacks("k_full seen"))
+        index = partial(self.buffer, "index", clock=INDEX, ranks=RANKS)
+        signal = partial(self.barrier, "index", clock=INDEX, ranks=RANKS)
+        self.taken, self.index = index("taken", 1, ranks=RANKS[:1]), index("index", 1)
+        self.index_full = signal("index_full", 1)
+        self.index_empty = signal("index_empty", 1, 2, ranks=RANKS[:1])
+
         roles: list[Role] = []
-        for r in RANKS:
-            roles += [Role(f"producer {r}", lambda n, _, r=r: self.produce(r, n))]
-            roles += [Role(f"value {r}", lambda n, on, r=r: self.value(r, n, on), False)]
-            roles += [Role(f"key {r}", lambda n, on, r=r: self.key(r, n, on), False)]
-            roles += [Role(f"query {r}", lambda n, _, r=r: self.query(r, n))]
-        ops = [next(role.step(0, role.start), None) for role in roles]
+        for r in self.ranks:
+            roles += [self.role("producer", self.produce, r), self.role("value", self.value, r)]
+            roles += [self.role("key", self.key, r), self.role("query", self.query, r)]
+        start = (0,) * len(WIDE_CLOCKS)
+        ops = [next(role.step(start, role.start), None) for role in roles]
         roles = [role for role, op in zip(roles, ops, strict=True) if op]
+        if pattern:
+            clocks = (TILE, INDEX)
+            schedulers = RANKS if "index" in self.rings else self.ranks
+            roles += [self.role("scheduler", self.schedule, r, clocks) for r in schedulers]
         self.model = Model(tuple(roles), tuple(self.buffers), tuple(self.barriers))
 
+    @staticmethod
+    def role(
+        name: str, step: Callable[..., Step], r: int, clocks: tuple[int, ...] = WIDE_CLOCKS
+    ) -> Role:
+        return Role(f"{name} {r}", partial(step, r), 0, clocks=clocks)
+
+    def buffer(
+        self, ring: str, name: str, stages: int, clock: int = TILE, ranks: tuple[int, ...] = ()
+    ) -> list[Buffer]:
+        """Each rank's."""
+        made = [Buffer(f"{name} {r}", stages, clock) for r in ranks or self.ranks]
+        self.buffers += made if ring in self.rings else []
+        return made
+
+    def barrier(
+        self, ring: str, name: str, stages: int, count: int = 1, clock: int = TILE,
+        ranks: tuple[int, ...] = (),
+    ) -> list[Barrier]:  # fmt: skip
+        made = [Barrier(f"{name} {r}", stages, count, clock=clock) for r in ranks or self.ranks]
+        self.barriers += made if ring in self.rings else []
+        return made
+
     def ring(
-        self, name: str, stages: int, parts: int, readers: int
+        self, name: str, stages: int, halves: int, readers: int, clock: int = STEP
     ) -> tuple[list[tuple[Buffer, ...]], list[Barrier], list[Barrier]]:
         """Each rank's buffers, `full` and `empty`."""
-        data = [tuple(Buffer(f"{name} {r}.{i}", stages) for i in range(parts)) for r in RANKS]
-        full = [Barrier(f"{name} full {r}", stages) for r in RANKS]
-        empty = [Barrier(f"{name} empty {r}", stages, readers) for r in RANKS]
-        if name in self.rings:
-            self.buffers += [part for parts in data for part in parts]
-            self.barriers += [*full, *empty]
+        data = [
+            tuple(Buffer(f"{name} {r}.{i}", stages, clock) for i in range(halves))
+            for r in self.ranks
+        ]
+        self.buffers += [half for halves in data for half in halves if name in self.rings]
+        full = self.barrier(name, f"{name} full", stages, clock=clock)
+        empty = self.barrier(name, f"{name} empty", stages, readers, clock)
         return data, full, empty
+
+    def lacks(self, name: str) -> bool:
+        return name == self.missing
 
     def when(self, ring: str, *ops: Op) -> Step:
         """The operations as one, if the model has the ring."""
         if ring in self.rings:
             yield together(*ops)
 
+    def before(self, empty: Barrier, n: int) -> list[Op]:
+        """Waits until use n may begin; a mutant does not."""
+        return [] if self.lacks(empty.name[:-2]) else [wait_before(empty, n)]
+
     def released(self, ring: str, empty: list[Barrier], n: int) -> list[Op]:
         """release_ranks."""
         return [arrive(barrier, n) for barrier in empty] if ring in self.rings else []
 
-    def produce(self, r: int, n: int) -> Step:
-        yield from self.load("Q", self.q, self.q_full, self.q_empty, r, n)
-        yield from self.load("dO", self.dout, self.dout_full, self.dout_empty, r, n)
+    def advanced(self, at: int) -> tuple[tuple[int, ...], int]:
+        """What a step returns."""
+        following = at + 1 if at + 1 < len(self.steps) else self.again
+        return (1, self.parts, int(self.steps[at][1])), following
+
+    def schedule(self, r: int, n: tuple[int, int], at: int) -> Step:
+        tile, index = n
+        has_tile = self.pattern[at] > 0
+        if r in self.ranks:
+            yield together(*self.before(self.tile_empty[r], tile), read((), tile))
+        yield from self.take_index(r, index)
+        if r in self.ranks:
+            full = publish(self.tile_full[r], tile, self.tile[r])
+            described = full if has_tile else finish(self.tile[r], tile)
+            yield together(write(self.tile[r], tile), described)
+            if has_tile:
+                yield wait(self.tile_wanted[r], tile)
+        return (int(has_tile), 1), (at + 1) % len(self.pattern)
+
+    def take_index(self, r: int, n: int) -> Step:
+        yield from self.when("index", expect(self.index_full[r], n, 1))
+        if r == 0:
+            (taken,) = self.taken
+            sends = [send(self.index[to], n, self.index_full[to], source=taken) for to in RANKS]
+            waits = self.before(self.index_empty[0], n)
+            yield from self.when("index", *waits, write(taken, n), finish(taken, n), *sends)
+        yield from self.when("index", wait(self.index_full[r], n, reads=self.index[r]))
+        yield from self.when("index", arrive(self.index_empty[0], n, reads=self.index[r]))
+
+    def produce(self, r: int, n: Uses, at: int) -> Step:
+        step, part, tile = n
+        first, last = self.steps[at]
+        if first:
+            yield from self.when("tiles", wait(self.tile_full[r], tile, reads=self.tile[r]))
+            loads = [*self.swap(self.v[r], tile), copy(self.k[r], tile, self.k_full[r])]
+            yield from self.when("tiles", *self.before(self.v_empty[r], tile), *loads)
+        yield from self.load("Q", self.q, self.q_full, self.q_empty, r, step)
+        for i in range(part, part + self.parts):
+            yield from self.load("dO", self.dout, self.dout_full, self.dout_empty, r, i)
+        if first:
+            loads = [*self.swap(self.k[r], tile), copy(self.v[r], tile, self.v_full[r])]
+            loads += [copy(self.peer[r], tile, self.peer_full[r])]
+            yield from self.when("tiles", *self.before(self.k_empty[r], tile), *loads)
+        if last:
+            done = [arrive(self.tile_wanted[r], tile), arrive(self.tile_empty[r], tile)]
+            yield from self.when("tiles", read(self.tile[r], tile), *done)
+        return self.advanced(at)
+
+    def swap(self, other: Buffer, tile: int) -> list[Op]:
+        """A load of this tile takes the place of `other` of the tile before, which is lost."""
+        lost = tile - 1 - other.stages
+        return [write(other, lost), finish(other, lost)]
 
     def load(
         self, ring: str, data: list[tuple[Buffer, ...]], full: list[Barrier], empty: list[Barrier],
         r: int, n: int,
     ) -> Step:  # fmt: skip
-        waits = [] if self.missing == f"{ring} empty" else [wait_before(empty[r], n)]
-        ranks = (1 - r, r)[: self.halves]
-        sends = [send(data[to][r % self.halves], n, full[to]) for to in ranks]
+        to_ranks = (1 - r, r)[: self.halves] if len(self.ranks) > 1 else (r,)
+        sends = [send(data[to][r % self.halves], n, full[to]) for to in to_ranks]
+        waits = self.before(empty[r], n)
         yield from self.when(ring, *waits, expect(full[r], n, self.halves), *sends)
 
-    def value(self, r: int, n: int, running: bool) -> Step:
-        """`running`: S of use n is computed."""
-        if not running:
-            yield from self.when("Q", wait(self.q_full[r], n, reads=self.q[r]))
-        waits = [] if self.missing == "P empty" else [wait_before(self.p_empty[r], n)]
-        reads = [read(self.q[r], n)] if "Q" in self.rings else []
+    def value(self, r: int, n: Uses, at: int) -> Step:
+        step, part, tile = n
+        first, last = self.steps[at]
+        if first:
+            yield from self.when("tiles", wait(self.tile_full[r], tile, reads=self.tile[r]))
+            yield from self.when("tiles", wait(self.k_full[r], tile, reads=self.k[r]))
+            yield from self.when("Q", wait(self.q_full[r], step, reads=self.q[r]))
+        # S of this step is complete.
+        reads = [read(self.q[r], step)] if "Q" in self.rings else []
+        reads += [read(self.k[r], tile)] if "tiles" in self.rings else []
+        if self.lacks("query alone") and last:
+            reads += [arrive(self.k_empty[r], tile)]
         (p,) = self.p[r]
-        yield from self.when("P", *waits, *reads, write(p, n), publish(self.p_full[r], n, p))
-        yield from self.when("dO", wait(self.dout_full[r], n, reads=self.dout[r]))
-        yield from self.when("Q", wait(self.q_full[r], n + 1, reads=self.q[r]))
-        reads = [read(self.dout[r], n)]
-        yield from self.when("dO", *reads, *self.released("dO", self.dout_empty, n))
-        return True
+        passed = [write(p, step), publish(self.p_full[r], step, p)]
+        yield from self.when("P", *self.before(self.p_empty[r], step), *reads, *passed)
+        for i in range(part, part + self.parts):
+            yield from self.when("dO", wait(self.dout_full[r], i, reads=self.dout[r]))
+        last_part = part + self.parts - 1
+        for i in range(part, last_part):
+            yield from self.release_dout(r, i)
+        if not last:
+            yield from self.when("Q", wait(self.q_full[r], step + 1, reads=self.q[r]))
+        yield from self.release_dout(r, last_part)
+        if last:
+            # dV leaves by way of the next step's P.
+            yield from self.when("P", wait(self.p_empty[r], step), write(p, step + 1))
+            yield from self.when("P", finish(p, step + 1))
+            yield from self.when("tiles", arrive(self.tile_empty[r], tile, reads=self.tile[r]))
+        return self.advanced(at)
 
-    def key(self, r: int, n: int, running: bool) -> Step:
-        """`running`: dP of use n is computed."""
-        if not running:
-            yield from self.when("dO", wait(self.dout_full[r], n, reads=self.dout[r]))
-        reads = [read(self.dout[r], n)]
-        yield from self.when("dO", *reads, *self.released("dO", self.dout_empty, n))
-        yield from self.when("Q", wait(self.q_full[r], n, reads=self.q[r]))
-        yield from self.when("P", wait(self.p_full[r], n, reads=self.p[r]))
-        yield from self.when("P", arrive(self.p_empty[r], n, reads=self.p[r]))
-        waits = [] if self.missing == "dS empty" else [wait_before(self.ds_empty[r], n)]
-        own, copy, to = self.ds[r][r], self.ds[1 - r][r], self.ds_full[1 - r]
-        full = expect(self.ds_full[r], n, 1, writes=own)
-        yield from self.when("dS", *waits, write(own, n), full, send(copy, n, to, source=own))
-        yield from self.when("dO", wait(self.dout_full[r], n + 1, reads=self.dout[r]))
-        released = self.released("Q", self.q_empty, n)
-        yield from self.when("Q", read(self.q[r], n), *released)
-        return True
+    def release_dout(self, r: int, part: int) -> Step:
+        released = self.released("dO", self.dout_empty, part)
+        yield from self.when("dO", read(self.dout[r], part), *released)
 
-    def query(self, r: int, n: int) -> Step:
-        yield from self.when("dS", wait(self.ds_full[r], n, reads=self.ds[r]))
-        released = self.released("dS", self.ds_empty, n)
-        if self.missing == "last read":  # the build with -DATTNSCOPE_UNGUARDED_RING
+    def key(self, r: int, n: Uses, at: int) -> Step:
+        step, part, tile = n
+        first, last = self.steps[at]
+        following = part + self.parts
+        if first:
+            yield from self.when("tiles", wait(self.tile_full[r], tile, reads=self.tile[r]))
+            yield from self.when("tiles", wait(self.v_full[r], tile, reads=self.v[r]))
+            yield from self.when("dO", wait(self.dout_full[r], part, reads=self.dout[r]))
+            yield from self.issue_rest(r, part)
+        yield from self.release_dout(r, following - 1)
+        yield from self.when("Q", wait(self.q_full[r], step, reads=self.q[r]))
+        yield from self.when("P", wait(self.p_full[r], step, reads=self.p[r]))
+        yield from self.when("P", arrive(self.p_empty[r], step, reads=self.p[r]))
+        own = self.ds[r][r]
+        sends = [
+            send(self.ds[to][r], step, self.ds_full[to], source=own) for to in self.ranks if to != r
+        ]
+        full = expect(self.ds_full[r], step, len(sends), writes=own)
+        waits = self.before(self.ds_empty[r], step)
+        yield from self.when("dS", *waits, write(own, step), full, *sends)
+        if last:
+            yield from self.when("tiles", arrive(self.v_empty[r], tile, reads=self.v[r]))
+        else:
+            yield from self.when("dO", wait(self.dout_full[r], following, reads=self.dout[r]))
+        released = self.released("Q", self.q_empty, step)
+        yield from self.when("Q", read(self.q[r], step), *released)
+        if last:
+            yield from self.when("tiles", arrive(self.tile_empty[r], tile, reads=self.tile[r]))
+        else:
+            yield from self.issue_rest(r, following)
+        return self.advanced(at)
+
+    def issue_rest(self, r: int, part: int) -> Step:
+        """dP of all parts from `part` on: the last one is released in its step."""
+        for i in range(part + 1, part + self.parts):
+            yield from self.when("dO", wait(self.dout_full[r], i, reads=self.dout[r]))
+            yield from self.release_dout(r, i - 1)
+
+    def query(self, r: int, n: Uses, at: int) -> Step:
+        step, _, tile = n
+        first, last = self.steps[at]
+        if first:
+            yield from self.when("tiles", wait(self.tile_full[r], tile, reads=self.tile[r]))
+            yield from self.when("tiles", wait(self.k_full[r], tile, reads=self.k[r]))
+            if not self.lacks("k_full seen"):
+                yield from self.when("tiles", arrive(self.v_empty[r], tile))
+            yield from self.when("tiles", wait(self.peer_full[r], tile, reads=self.peer[r]))
+        yield from self.when("dS", wait(self.ds_full[r], step, reads=self.ds[r]))
+        released = self.released("dS", self.ds_empty, step)
+        if self.lacks("last read"):  # the build with -DATTNSCOPE_UNGUARDED_RING
             yield from self.when("dS", *released)
             released = []
-        yield from self.when("dS", read(self.ds[r], n), *released)
+        yield from self.when("dS", read(self.ds[r], step), *released)
+        if last:
+            keys = (self.k[r], self.peer[r])
+            yield from self.when("tiles", arrive(self.k_empty[r], tile, reads=keys))
+            yield from self.when("tiles", arrive(self.tile_empty[r], tile, reads=self.tile[r]))
+        return self.advanced(at)
 
 
 class Turns:
@@ -528,28 +697,51 @@ def test_two_tile_buffers_guard_two_buffers_of_keys_too(missing, values):
     assert_sound(Narrow(1, values, (1, 2), brief=True, missing=missing).model)
 
 
+# Buffers of Q, dO and dS, and parts of dO.
+HEAD_DIM_192 = (2, 2, 2, 1)
+HEAD_DIM_256 = (2, 3, 1, 2)
+DETERMINISTIC_256 = (2, 2, 1, 2)  # the third buffer of dO stages dQ
+
+
 @pytest.mark.parametrize(
-    ("q", "dout", "scores", "rings"),
+    ("rings", "config", "halves"),
     [
-        (2, 2, 2, "Q P"),  # head dim 192
-        (2, 2, 2, "dO"),
-        (2, 2, 2, "P dS"),
-        slow(2, 2, 2, "Q P dS"),
-        slow(2, 2, 2, "Q dO P"),
-        (2, 1, 1, "Q dO P"),  # head dim 256
-        (2, 1, 1, "P dS"),
-        slow(2, 1, 1, "Q dO P dS"),
+        ("Q P", HEAD_DIM_192, 1),
+        ("dO", HEAD_DIM_192, 1),
+        ("P dS", HEAD_DIM_192, 1),
+        ("P dS", HEAD_DIM_256, 1),
+        ("dO", HEAD_DIM_256, 1),
+        ("dO", DETERMINISTIC_256, 1),
+        ("Q P", HEAD_DIM_192, 2),
+        ("dO", HEAD_DIM_192, 2),
+        slow("Q P dS", HEAD_DIM_192, 1),
+        slow("Q dO P", HEAD_DIM_192, 1),
+        slow("Q dO P", HEAD_DIM_256, 1),
+        slow("Q dO P", DETERMINISTIC_256, 1),
     ],
 )
-def test_the_wide_kernel_is_right_in_every_order(q, dout, scores, rings):
-    """11,905 states (head dim 256 without dS); slow: 65,784 (with dS), 150,463 (head dim 192)."""
-    assert_sound(Wide(q, dout, scores, rings).model)
+def test_the_wide_kernel_is_right_in_every_order(rings, config, halves):
+    assert_sound(Wide(*config, rings, halves).model)
 
 
-@pytest.mark.slow
-def test_the_halves_of_both_ranks_are_right_in_every_order():
-    """202,272 states."""
-    assert_sound(Wide(2, 1, 1, halves=2).model)
+@pytest.mark.parametrize(
+    ("rings", "config", "pattern"),
+    [
+        ("P dS", HEAD_DIM_192, (1, 2)),
+        ("P dS", HEAD_DIM_256, (1, 2)),
+        ("P dS", HEAD_DIM_256, (2, 1, 1, 2, 3)),
+        slow("Q dO P dS", HEAD_DIM_192, (1, 2)),
+        slow("Q dO P dS", HEAD_DIM_256, (1, 2)),
+        slow("Q dO P dS", DETERMINISTIC_256, (1, 2)),
+        slow("P dS index", HEAD_DIM_256, (1, 0, 2)),
+    ],
+)
+def test_a_rank_of_the_wide_kernel_changes_tiles_in_every_order(rings, config, pattern):
+    assert_sound(Wide(*config, rings, pattern=pattern, ranks=1).model)
+
+
+def test_both_ranks_receive_each_index_in_every_order():
+    assert_sound(Wide(*HEAD_DIM_256, "index", pattern=(1,), ranks=0).model)
 
 
 @pytest.mark.parametrize(
@@ -563,14 +755,40 @@ def test_the_halves_of_both_ranks_are_right_in_every_order():
     ],
 )
 def test_the_wide_kernel_needs_each_wait(missing, rings, wrong):
-    result = explore(Wide(2, 1, 1, rings, missing=missing).model)
+    result = explore(Wide(*HEAD_DIM_256, rings, missing=missing).model)
+    print(result)
+    assert wrong in result.failure
+
+
+@pytest.mark.parametrize(
+    ("missing", "ranks", "wrong"),
+    [
+        ("k_empty", 1, "writes peer"),
+        ("v_empty", 1, "writes V"),
+        ("k_full seen", 1, "query 0: waits for k_full"),  # K of the next tile completed it again
+        ("query alone", 1, "value 0 arrives on k_empty"),  # a tile early
+        ("tile_empty", 1, "reads tile"),
+        ("index_empty", 0, "index 1"),
+    ],
+)
+def test_the_change_of_tiles_needs_each_wait(missing, ranks, wrong):
+    rings = "P dS" if ranks else "index"
+    model = Wide(*HEAD_DIM_256, rings, pattern=(1, 2), ranks=ranks, missing=missing).model
+    result = explore(model)
     print(result)
     assert wrong in result.failure
 
 
 def test_one_buffer_of_q_would_deadlock_the_wide_kernel():
     """S of the next step is issued before this step's Q is released."""
-    result = explore(Wide(1, 1, 1).model)
+    result = explore(Wide(1, *HEAD_DIM_256[1:]).model)
+    print(result)
+    assert result.failure.startswith("deadlock")
+
+
+def test_a_buffer_for_each_part_of_dout_is_needed():
+    """Both consumers issue products of all parts of a step before they release one."""
+    result = explore(Wide(2, 1, 1, 2, "dO").model)
     print(result)
     assert result.failure.startswith("deadlock")
 
