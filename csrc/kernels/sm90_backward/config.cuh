@@ -25,10 +25,12 @@ struct BackwardTile {
   constexpr int threads() const { return 128 * (wide() ? 4 : consumers() + 1); }
   // For each block of queries, of a deterministic call.
   constexpr int tickets() const { return wide() ? 4 * (head_dim / 64) : 1; }
-  // Wide: buffers for dO, and for dS of both thread blocks. What fits.
-  // Wide: buffers for dO, in units of a whole block; see WideConfig::kDoutParts.
-  constexpr double dout_stages() const { return head_dim == 256 ? 1.5 : stages; }
+  // Wide: dO comes in parts of its columns. Buffers for parts, and for dS of both thread blocks;
+  // and whether there is room for dQ on its way out. What fits.
+  constexpr int dout_parts() const { return head_dim == 256 ? 2 : 1; }
+  constexpr int dout_stages() const { return head_dim == 256 ? 3 : stages; }
   constexpr int score_stages() const { return head_dim == 256 ? 1 : 2; }
+  constexpr bool stages_gradient() const { return head_dim != 256; }
   // dQ is computed transposed: a product has 64 rows, and 80 are no multiple of them.
   constexpr bool transposes() const { return block_m % 64 != 0; }
   // Narrow: buffers for K and for V. What fits.
@@ -37,13 +39,14 @@ struct BackwardTile {
   // Narrow: buffers for dQ on its way out.
   constexpr int gradient_stages() const { return head_dim == 64 ? 2 : 1; }
   // A thread block has K, V, Q, dO; dS; dQ on its way out; lse and delta; wide: half of the other
-  // thread block's K, and P; the tile and barriers.
+  // thread block's K, P, and dK on its way out; the tiles and barriers.
   constexpr int shared_bytes() const {
     const int narrow =
         2 * head_dim * ((key_stages() + value_stages()) * block_n + 2 * stages * block_m) +
         4 * block_m * block_n + 4 * gradient_stages() * block_m * head_dim + 8 * stages * block_m;
-    const int wide_bytes = static_cast<int>(2 * head_dim * 64 * (2 + stages + dout_stages())) +
-                           score_stages() * 4 * 64 * 64 + (head_dim == 256 ? 0 : 4 * 4 * 1024) +
+    const int wide_bytes = 2 * head_dim * 64 * (2 + stages) +
+                           2 * head_dim * 64 * dout_stages() / dout_parts() +
+                           score_stages() * 4 * 64 * 64 + (stages_gradient() ? 4 * 4 * 1024 : 0) +
                            8 * stages * block_m + 4 * 64 * 64 + 2 * 2 * 64 * 64;
     return ((wide() ? wide_bytes : narrow) + 768 + 1023) / 1024 * 1024;
   }

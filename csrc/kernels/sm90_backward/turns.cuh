@@ -7,9 +7,9 @@
 // ticket.
 //
 // Progress: tiles are taken from a counter, the last key blocks of a sequence first, and a thread
-// block works on its tiles in this order. A tile waits only for tiles of later key blocks, which
-// were taken before. So of all tiles that have been taken and have not ended, the first one runs
-// and waits for none.
+// block (wide: a cluster) works on its tiles in this order. A tile waits only for tiles of later
+// key blocks, which were taken before. So of all tiles that have been taken and have not ended, the
+// first one runs and waits for none.
 #pragma once
 
 #include "kernels/sm90_backward/shared.cuh"

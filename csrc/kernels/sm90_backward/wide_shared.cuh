@@ -27,15 +27,15 @@ struct WideConfig {
   static constexpr int kStages = kTile.stages;
   // dO comes in parts of columns. What fits: with two ranks, head dim 256 has room for three
   // halves.
-  static constexpr int kDoutParts = kHeadDim == 256 ? 2 : 1;
-  static constexpr int kDoutStages = kHeadDim == 256 ? 3 : 2;     // buffers for parts
+  static constexpr int kDoutParts = kTile.dout_parts();
+  static constexpr int kDoutStages = kTile.dout_stages();         // buffers for parts
   static constexpr int kDoutBlocks = kHeadDim / 64 / kDoutParts;  // column blocks of a part
   // dQ leaves by way of shared memory. Head dim 256 has room for that in deterministic calls alone,
   // where the last buffer of dO is used; else dQ leaves from registers.
-  static constexpr bool kStagesGradient = kHeadDim != 256;
+  static constexpr bool kStagesGradient = kTile.stages_gradient();
   static constexpr int kGradientStages = 2;
   static constexpr int kStagedFloats = 512;
-  static constexpr int kScoreStages = kHeadDim == 256 ? 1 : 2;
+  static constexpr int kScoreStages = kTile.score_stages();
   static constexpr int kThreads = kTile.threads();
   static constexpr int kTickets = kTile.tickets();  // of a block of queries
   // Each multiprocessor has 512 registers for the four threads of one number. The first warpgroup
@@ -102,9 +102,8 @@ struct WideShared {
   alignas(128) float dq[kStaged];
   alignas(128) float statistics[kQueryBuffers][2][Config::kBlockM];  // lse_log2, delta
   KeyTile tile[2];
-  alignas(
-      16) int taken[4];  // rank 0: the index of the tile that was taken, on its way to all ranks
-  alignas(16) int index[4];  // the same, received
+  alignas(16) int taken[4];  // rank 0: the index of a tile, on its way to all ranks
+  alignas(16) int index[4];  // received
   int number;                // of the tile that the scheduler takes next
   uint64_t tile_full[2], tile_empty[2];
   uint64_t tile_wanted;              // all loads of a tile have been issued
