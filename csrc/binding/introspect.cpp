@@ -215,9 +215,8 @@ std::string choose_backward_sm90(const ForwardParams& p, const Device& device) {
   const char* const rule =
       row == sm90::first_backward_tile(p) ? kFirstRow : "least rounds x step_time";
   JsonObject json = choice_of("sm90_backward", describe(t), rule, 1, sm90::is_causal(p), nullptr);
-  // Narrow: thread blocks take tiles one after the other.
-  add_counts(json, tiles_of_keys(p, t.block_n),
-             t.wide() ? most * ranks : std::min<long long>(most, sms), sms / ranks);
+  add_counts(json, tiles_of_keys(p, t.block_n), std::min<long long>(most, sms / ranks) * ranks,
+             sms / ranks);
   return json.text();
 }
 

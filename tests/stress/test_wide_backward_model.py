@@ -80,14 +80,14 @@ class Wide:
         self.peer_full = self.barrier("tiles", "peer_full", 1)
         self.k_empty = self.barrier("tiles", "k_empty", 1, 1 + self.lacks("query alone"))
         self.v_empty = self.barrier("tiles", "v_empty", 1, 2 - self.lacks("k_full seen"))
-        # Rank 0 has the first two, each rank the others.
+        # Rank 0 has the first two, rank 1 the others.
         self.taken = Buffer("taken", 1, INDEX)
-        self.index_empty = Barrier("index_empty", 1, 2, clock=INDEX)
-        self.index = [Buffer(f"index {r}", 1, INDEX) for r in RANKS]
-        self.index_full = [Barrier(f"index_full {r}", 1, clock=INDEX) for r in RANKS]
+        self.index_empty = Barrier("index_empty", 1, clock=INDEX)
+        self.index = Buffer("index", 1, INDEX)
+        self.index_full = Barrier("index_full", 1, clock=INDEX)
         if "index" in self.rings:
-            self.buffers += [self.taken, *self.index]
-            self.barriers += [*self.index_full, self.index_empty]
+            self.buffers += [self.taken, self.index]
+            self.barriers += [self.index_full, self.index_empty]
 
         steps = {"producer": self.produce, "value": self.value, "key": self.key}
         steps["query"] = self.query
@@ -165,14 +165,14 @@ class Wide:
         return (int(has_tile), 1), (at + 1) % len(self.pattern)
 
     def take_index(self, r: int, n: int) -> Step:
-        yield from self.when("index", expect(self.index_full[r], n, 1))
         if r == 0:
-            waits = self.before(self.index_empty, n)
             taken = [write(self.taken, n), finish(self.taken, n)]
-            sends = [send(self.index[i], n, self.index_full[i], self.taken) for i in RANKS]
-            yield from self.when("index", *waits, *taken, *sends)
-        yield from self.when("index", wait(self.index_full[r], n, reads=self.index[r]))
-        yield from self.when("index", arrive(self.index_empty, n, reads=self.index[r]))
+            sent = send(self.index, n, self.index_full, self.taken)
+            yield from self.when("index", *self.before(self.index_empty, n), *taken, sent)
+        else:
+            yield from self.when("index", expect(self.index_full, n, 1))
+            yield from self.when("index", wait(self.index_full, n, reads=self.index))
+            yield from self.when("index", arrive(self.index_empty, n, reads=self.index))
 
     def take_tile(self, r: int, tile: int) -> Step:
         yield from self.when("tiles", wait(self.tile_full[r], tile, reads=self.tile[r]))
@@ -385,7 +385,7 @@ def test_the_wide_kernel_needs_each_wait(missing, rings, wrong):
         ("k_full seen", 1, "query 0: waits for k_full"),  # K of the next tile completed it again
         ("query alone", 1, "value 0 arrives on k_empty"),  # a tile early
         ("tile_empty", 1, "reads tile"),
-        ("index_empty", 0, "index 1"),
+        ("index_empty", 0, "writes index"),
     ],
 )
 def test_the_change_of_tiles_needs_each_wait(missing, ranks, wrong):

@@ -35,7 +35,7 @@ __device__ __forceinline__ void init_barriers(WideShared<Config>& s) {
   for (uint64_t& barrier : s.tile_empty) init(barrier, 12 * kWarpArrivals + 1);
   init(s.tile_wanted, 1);
   init(s.index_full, 1);
-  init(s.index_empty, Config::kRanks);
+  init(s.index_empty, 1);
   init(s.k_full, 1);
   init(s.v_full, 1);
   init(s.peer_full, 1);

@@ -7,25 +7,23 @@
 
 namespace attnscope::sm90 {
 
-// The index of the next tile: rank 0 takes it from the counter, and copies it to all ranks. One
-// thread of each rank.
+// The index of the next tile: rank 0 takes it from the counter, and copies it to rank 1. One thread
+// of each rank. `count`: of indices that were taken before.
 template <class Config>
 __device__ __forceinline__ int take_index(const BackwardArguments& a, WideShared<Config>& s,
                                           int rank, int count) {
+  static_assert(Config::kRanks == 2, "rank 1 is the only other one");
   const uint32_t full = ptx::shared_address(&s.index_full);
-  ptx::mbarrier_arrive_expect_tx(full, sizeof(s.index));
   if (rank == 0) {
-    // All ranks have read the index before.
-    ptx::mbarrier_wait(ptx::shared_address(&s.index_empty), count & 1 ^ 1);
-    s.taken[0] = ptx::atomic_add(a.counter, 1);
+    wait(s.index_empty, count & 1 ^ 1);
+    const int index = s.taken[0] = ptx::atomic_add(a.counter, 1);
     ptx::fence_proxy_async();
-    for (int r = 0; r < Config::kRanks; ++r) {
-      ptx::cluster_copy(ptx::cluster_address(ptx::shared_address(s.index), r),
-                        ptx::shared_address(s.taken), sizeof(s.index),
-                        ptx::cluster_address(full, r));
-    }
+    ptx::cluster_copy(ptx::cluster_address(ptx::shared_address(s.index), 1),
+                      ptx::shared_address(s.taken), sizeof(s.index), ptx::cluster_address(full, 1));
+    return index;
   }
-  ptx::mbarrier_wait(full, count & 1);
+  ptx::mbarrier_arrive_expect_tx(full, sizeof(s.index));
+  wait(s.index_full, count & 1);
   const int index = s.index[0];
   ptx::cluster_arrive_if(ptx::cluster_address(ptx::shared_address(&s.index_empty), 0), true);
   return index;

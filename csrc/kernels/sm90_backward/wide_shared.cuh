@@ -102,12 +102,12 @@ struct WideShared {
   alignas(128) float dq[kStaged];
   alignas(128) float statistics[kQueryBuffers][2][Config::kBlockM];  // lse_log2, delta
   KeyTile tile[2];
-  alignas(16) int taken[4];  // rank 0: the index of a tile, on its way to all ranks
-  alignas(16) int index[4];  // received
+  alignas(16) int taken[4];  // rank 0: the index of a tile, on its way to rank 1
+  alignas(16) int index[4];  // rank 1: the same, received
   int number;                // of the tile that the scheduler takes next
   uint64_t tile_full[2], tile_empty[2];
   uint64_t tile_wanted;              // all loads of a tile have been issued
-  uint64_t index_full, index_empty;  // index_empty: of rank 0 *
+  uint64_t index_full, index_empty;  // of rank 1, of rank 0
   uint64_t k_full, v_full, peer_full;
   uint64_t k_empty;  // K and peer_k
   uint64_t v_empty;
