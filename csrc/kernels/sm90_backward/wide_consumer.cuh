@@ -29,7 +29,7 @@ class WideConsumer : protected WideRole<Config> {
   // The next part of dO, which this warp has read.
   __device__ __forceinline__ void release_dout() {
     Base::release_ranks(s.dout_empty[ring.stage]);
-    ring.advance(a, 1);
+    ring.advance(1);
   }
 
   __device__ __forceinline__ static void clear(Gradient& d) {
@@ -148,7 +148,7 @@ class ValueConsumer : WideConsumer<Config> {
                                                  const Packed& packed) const {
 #pragma unroll
     for (int part = 0; part < Config::kDoutParts; ++part) {
-      const auto slot = Base::ring.after(a, part);
+      const auto slot = Base::ring.after(part);
       wait(s.dout_full[slot.stage], slot.parity);
       Base::clear_queries(s.dout[slot.stage], Config::kDoutBlocks, kBarrier);
       ptx::wgmma_fence();
@@ -266,7 +266,7 @@ class KeyConsumer : WideConsumer<Config> {
   // dP^T, of part `kPart` of dO.
   template <int kPart>
   __device__ __forceinline__ void issue_gradients(Scores& dp) const {
-    const auto slot = Base::ring.after(a, kPart);
+    const auto slot = Base::ring.after(kPart);
     wait(s.dout_full[slot.stage], slot.parity);
     ptx::wgmma_fence();
     const ptx::WgmmaDescriptor values = Base::descriptor(Base::values());

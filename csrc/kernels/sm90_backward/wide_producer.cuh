@@ -99,7 +99,7 @@ __device__ __forceinline__ void load_wide_tile(const BackwardArguments& a, WideS
         const int number = count * Config::kDoutParts + part, stage = ring.stage;
         uint64_t& full = s.dout_full[stage];
         ptx::mbarrier_wait(shared_address(&s.dout_empty[stage]), ring.parity ^ 1);
-        ring.advance(a, 1);
+        ring.advance(1);
         inject(Fault::kCopy, 4 * number + 2);
         ptx::mbarrier_arrive_expect_tx(shared_address(&full),
                                        Config::kDoutBlocks * Config::kColumnBytes);

@@ -59,12 +59,12 @@ class QueryConsumer : WideRole<Config> {
         if (j + 1 == products && i + 1 == steps) release(s.k_empty);
         add(dq, column);
       }
+      if (!Config::kStagesGradient && a.tickets != nullptr) pass_turn();
       place += block == end - 1 ? begin - block : 1;
       Base::advance_block();
       if (block == start) place += a.query_blocks;  // the next head's
     }
     pass_turn();
-    turn = nullptr;
     Base::release_tile();
   }
 
@@ -114,18 +114,16 @@ class QueryConsumer : WideRole<Config> {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     float* gradient = a.gradient + int64_t{place} * Config::kGradientFloats +
                       column * Config::kPartFloats + warp * 1024;
-    if (!Config::kStagesGradient && a.tickets == nullptr) {
+    if constexpr (!Config::kStagesGradient) {
       inject(Fault::kAdd, place * kColumnBlocks + column);
 #pragma unroll
       for (int j = 0; j < 8; ++j) ptx::add_warp_quad(gradient + j * 128, lane, dq + 4 * j);
       return;
     }
-    float* const buffers =
-        Config::kStagesGradient ? s.dq : reinterpret_cast<float*>(s.dout[Config::kDoutStages - 1]);
 #pragma unroll
     for (int i = 0; i < 8; i += 4) {
-      const uint32_t staging = ptx::shared_address(
-          buffers + (warp * Config::kGradientStages + i / 4) * Config::kStagedFloats);
+      const uint32_t staging = ptx::shared_address(s.dq + (warp * Config::kGradientStages + i / 4) *
+                                                              Config::kStagedFloats);
       ptx::tma_store_wait_read<Config::kGradientStages - 1>();
       __syncwarp();
 #pragma unroll
@@ -144,8 +142,9 @@ class QueryConsumer : WideRole<Config> {
     }
   }
 
-  // Deterministic calls: each warp has turns of its own, see turns.cuh. A turn is passed on beside
-  // the next product, when its additions have long completed.
+  // Deterministic calls: each warp has turns of its own, see turns.cuh. By TMA, a turn is passed on
+  // beside the next product, when its additions have long completed; from registers at once, by a
+  // release that completes after them.
   __device__ __forceinline__ void await_turn(int column) {
     const int number = turn_number<kBlockM, WideTileConfig::kBlockN>(a, Base::tile(), block);
     turn = ticket(column);
@@ -156,12 +155,16 @@ class QueryConsumer : WideRole<Config> {
     __syncwarp();
   }
   __device__ __forceinline__ void pass_turn() {
+    __syncwarp();  // the release covers the additions of all lanes
     if (threadIdx.x % 32 == 0 && turn != nullptr) {
-      ptx::tma_store_wait<0>();
-      ptx::fence_proxy_async_global();
+      if constexpr (Config::kStagesGradient) {
+        ptx::tma_store_wait<0>();
+        ptx::fence_proxy_async_global();
+      }
       inject(Fault::kTurn, place);
       ptx::release_add(turn);
     }
+    turn = nullptr;
     __syncwarp();
   }
   __device__ __forceinline__ int* ticket(int column) const {
@@ -169,7 +172,7 @@ class QueryConsumer : WideRole<Config> {
   }
 
   int place;            // of dQ: its block among those of all heads
-  int* turn = nullptr;  // the ticket of the turn that was taken last
+  int* turn = nullptr;  // the ticket of the turn that has not been passed on
 };
 
 }  // namespace attnscope::sm90

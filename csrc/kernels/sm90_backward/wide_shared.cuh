@@ -30,8 +30,7 @@ struct WideConfig {
   static constexpr int kDoutParts = kTile.dout_parts();
   static constexpr int kDoutStages = kTile.dout_stages();         // buffers for parts
   static constexpr int kDoutBlocks = kHeadDim / 64 / kDoutParts;  // column blocks of a part
-  // dQ leaves by way of shared memory. Head dim 256 has room for that in deterministic calls alone,
-  // where the last buffer of dO is used; else dQ leaves from registers.
+  // dQ leaves by way of shared memory where there is room, else from registers.
   static constexpr bool kStagesGradient = kTile.stages_gradient();
   static constexpr int kGradientStages = 2;
   static constexpr int kStagedFloats = 512;
@@ -127,16 +126,14 @@ struct WideShared {
 template <class Config>
 struct DoutRing {
   int stage = 0, parity = 0;
-  __device__ __forceinline__ void advance(const BackwardArguments& a, int parts) {
-    const int stages =
-        Config::kDoutStages - (!Config::kStagesGradient && a.tickets != nullptr ? 1 : 0);
-    const bool wraps = stage + parts >= stages;
-    stage += parts - (wraps ? stages : 0);
+  __device__ __forceinline__ void advance(int parts) {
+    const bool wraps = stage + parts >= Config::kDoutStages;
+    stage += parts - (wraps ? Config::kDoutStages : 0);
     parity ^= static_cast<int>(wraps);
   }
-  __device__ __forceinline__ DoutRing after(const BackwardArguments& a, int parts) const {
+  __device__ __forceinline__ DoutRing after(int parts) const {
     DoutRing next = *this;
-    next.advance(a, parts);
+    next.advance(parts);
     return next;
   }
 };
