@@ -323,7 +323,7 @@ BACKWARD_CHOICES = {
         {"head_dim": 64, "head_dim_v": 64, "softcap": 30.0},
         ("sm90_backward", "64x128", 128, 2048, 132, 16),
     ),
-    "wide": ({"head_dim_v": 200}, ("sm90_backward", "64x128", 256, 2048, 4096, 32)),
+    "wide": ({"head_dim_v": 200}, ("sm90_backward", "64x128", 256, 2048, 132, 32)),
     "capped": ({"softcap": 256.0}, ("sm80_backward", "64x128", 128, 2048, 2048, 16)),
     "A100": (
         {"head_dim": 256, "capability": 80, "sms": 108},
