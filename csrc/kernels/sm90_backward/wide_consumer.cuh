@@ -106,6 +106,9 @@ class ValueConsumer : WideConsumer<Config> {
   }
 
  private:
+  // In flight at once: the slices of dV(i); then the last one and S(i + 1). Each part of dO is
+  // released when its slice is complete, the first one before the wait for Q: its buffer is then
+  // loaded for the next step while this one goes on.
   __device__ __forceinline__ void run_tile() {
     typename Base::Gradient dv;
     Base::clear(dv);
@@ -220,6 +223,8 @@ class KeyConsumer : WideConsumer<Config> {
   }
 
  private:
+  // In flight at once: dK(i) and the first part of dP(i + 1). Q(i) is released before the wait for
+  // the second part: S(i + 2) needs its buffer.
   __device__ __forceinline__ void run_tile() {
     typename Base::Gradient dk;
     Base::clear(dk);
