@@ -27,12 +27,6 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t shared, int rank) {
   return address;
 }
 
-__device__ __forceinline__ int load_cluster(uint32_t address) {
-  int value;
-  asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-  return value;
-}
-
 // Arrives at a barrier of any block of the cluster where `condition` is true.
 __device__ __forceinline__ void cluster_arrive_if(uint32_t address, bool condition) {
   asm volatile(

@@ -24,6 +24,7 @@ from ring_model import (
     finish,
     publish,
     read,
+    slow,
     together,
     wait,
     wait_before,
@@ -318,10 +319,6 @@ class Turns:
         yield together(before, write(self.sums[i], n))
         yield arrive(self.empty[i], n, reads=self.dq[i])
         return True
-
-
-def slow(*values: object) -> object:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

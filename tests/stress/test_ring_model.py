@@ -24,6 +24,7 @@ from ring_model import (
     explore,
     publish,
     send,
+    slow,
     wait,
     wait_before,
     write,
@@ -298,10 +299,6 @@ class WholeKernel(TilesAndQueries):
         if self.splits:
             barriers, buffers = (*barriers, self.met, self.parted), (*buffers, self.partial)
         return Model(rings.roles, (*rings.buffers, *buffers), (*rings.barriers, *barriers))
-
-
-def slow(*values: object) -> object:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("consumers", [1, 2, 3, 4])

@@ -22,6 +22,7 @@ from ring_model import (
     publish,
     read,
     send,
+    slow,
     together,
     wait,
     wait_before,
@@ -30,8 +31,8 @@ from ring_model import (
 
 RANKS = (0, 1)  # thread blocks of a cluster
 
-# Clocks: tile descriptions, steps, tiles with keys, rounds of the pattern, parts of dO, indices.
-TILE, STEP, KEYS, ROUND, PART, INDEX = range(6)
+# Clocks: tile descriptions, steps, parts of dO, indices.
+TILE, STEP, PART, INDEX = range(4)
 WIDE_CLOCKS = (STEP, PART, TILE)
 
 
@@ -103,9 +104,9 @@ class Wide:
             roles += [Role(f"scheduler {r}", step, 0, clocks=(TILE, INDEX))]
         self.model = Model(tuple(roles), tuple(self.buffers), tuple(self.barriers))
 
-    def buffer(self, ring: str, name: str, stages: int, clock: int = TILE) -> list[Buffer]:
+    def buffer(self, ring: str, name: str, stages: int) -> list[Buffer]:
         """Each rank's."""
-        made = [Buffer(f"{name} {r}", stages, clock) for r in self.ranks]
+        made = [Buffer(f"{name} {r}", stages, TILE) for r in self.ranks]
         self.buffers += made if ring in self.rings else []
         return made
 
@@ -303,10 +304,6 @@ class Wide:
             yield from self.when("tiles", arrive(self.k_empty[r], tile, reads=keys))
             yield from self.release_tile(r, tile)
         return self.advanced(at)
-
-
-def slow(*values: object) -> object:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 # Buffers of Q, dO and dS, and parts of dO.

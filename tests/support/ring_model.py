@@ -32,6 +32,8 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
+import pytest
+
 # Buffer states; -1 - i: a copy in flight that signals barrier i, and reads a source, see `flight`.
 WRITING, READY = 0, 1
 
@@ -524,6 +526,11 @@ def describe(op: Op | None) -> str:
 
 def explore(model: Model, max_states: int = 2_000_000) -> Result:
     return Explorer(model).explore(max_states)
+
+
+def slow(*values: object) -> object:
+    """A parameter of a test with many states."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def assert_sound(model: Model) -> None:

@@ -19,7 +19,7 @@ __device__ __forceinline__ void volatile_store(int& shared, int value) {
 // copies.
 template <class Shared>
 __device__ __forceinline__ bool is_late(Shared& s, Operand operand, int count, int stage, int head,
-                                        int block, int tile = 0, int part = 0) {
+                                        int block, int tile, int part = 0) {
   const uint32_t cycles = fault_cycles(Fault::kLateCopy, 4 * count + static_cast<int>(operand));
   if (cycles == 0 || volatile_load(s.late_load.ready)) return false;
   s.late_load = {0, 0, operand, stage, head, block, tile, part, ptx::clock_low(), cycles};
@@ -58,7 +58,7 @@ __device__ __forceinline__ void issue_late_loads(Shared& s, const Issue& issue) 
 #else
 
 template <class Shared>
-__device__ __forceinline__ bool is_late(Shared&, Operand, int, int, int, int, int = 0, int = 0) {
+__device__ __forceinline__ bool is_late(Shared&, Operand, int, int, int, int, int, int = 0) {
   return false;
 }
 

@@ -16,8 +16,9 @@
 namespace attnscope::sm90 {
 
 // S^T or dP^T [64 keys, kBlockM] = K or V, times Q or dO transposed. `keys` is the consumer's first
-// row of a tile of kBlockN rows.
-template <class Config>
+// row of a tile of kBlockN rows. Part of it: kBlocks column blocks from number kFirst on, where
+// `queries` begins; it is added to the parts before.
+template <class Config, int kFirst = 0, int kBlocks = Config::kHeadDim / 64>
 __device__ __forceinline__ void issue_scores(float (&d)[Config::kBlockM / 2],
                                              ptx::WgmmaDescriptor keys,
                                              ptx::WgmmaDescriptor queries) {
@@ -25,10 +26,10 @@ __device__ __forceinline__ void issue_scores(float (&d)[Config::kBlockM / 2],
   constexpr int kQueryColumns = Config::kBlockM * Config::kRowBytes;
   ptx::wgmma_fence();
 #pragma unroll
-  for (int step = 0; step < Config::kHeadDim / 16; ++step) {
+  for (int step = 0; step < 4 * kBlocks; ++step) {
     ptx::WgmmaShared<typename Config::Element, Config::kBlockM>::mma(
-        d, keys.at(step / 4 * kKeyColumns + step % 4 * 32),
-        queries.at(step / 4 * kQueryColumns + step % 4 * 32), step > 0);
+        d, keys.at((kFirst + step / 4) * kKeyColumns + step % 4 * 32),
+        queries.at(step / 4 * kQueryColumns + step % 4 * 32), kFirst + step > 0);
   }
   ptx::wgmma_commit();
 }

@@ -273,17 +273,8 @@ class KeyConsumer : WideConsumer<Config> {
   __device__ __forceinline__ void issue_gradients(Scores& dp) const {
     const auto slot = Base::ring.after(kPart);
     wait(s.dout_full[slot.stage], slot.parity);
-    ptx::wgmma_fence();
-    const ptx::WgmmaDescriptor values = Base::descriptor(Base::values());
-    const ptx::WgmmaDescriptor dout = Base::dout(slot.stage);
-#pragma unroll
-    for (int step = 0; step < 4 * Config::kDoutBlocks; ++step) {
-      const int columns = step / 4 * Config::kColumnBytes + step % 4 * 32;
-      ptx::WgmmaShared<typename Config::Element, kBlockM>::mma(
-          dp, values.at(kPart * Config::kDoutBlocks * Config::kColumnBytes + columns),
-          dout.at(columns), kPart + step > 0);
-    }
-    ptx::wgmma_commit();
+    issue_scores<Config, kPart * Config::kDoutBlocks, Config::kDoutBlocks>(
+        dp, Base::descriptor(Base::values()), Base::dout(slot.stage));
   }
 
   // The other parts, until dP^T is complete.

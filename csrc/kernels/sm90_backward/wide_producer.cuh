@@ -96,14 +96,14 @@ __device__ __forceinline__ void load_wide_tile(const BackwardArguments& a, WideS
                      Config::kStatisticsBytes, shared_address(&q_full));
 #pragma unroll 1
       for (int part = 0; part < Config::kDoutParts; ++part) {
-        const int number = count * Config::kDoutParts + part, stage = ring.stage;
+        const int copy = count * Config::kDoutParts + part, stage = ring.stage;
         uint64_t& full = s.dout_full[stage];
         ptx::mbarrier_wait(shared_address(&s.dout_empty[stage]), ring.parity ^ 1);
         ring.advance(1);
-        inject(Fault::kCopy, 4 * number + 2);
+        inject(Fault::kCopy, 4 * copy + 2);
         ptx::mbarrier_arrive_expect_tx(shared_address(&full),
                                        Config::kDoutBlocks * Config::kColumnBytes);
-        if (!is_late(s, Operand::kDout, number, stage, head, block, buffer, part)) {
+        if (!is_late(s, Operand::kDout, copy, stage, head, block, buffer, part)) {
           load_queries<Config>(t, rank, s.dout[stage], a.dout, full, row, head,
                                part * Config::kDoutBlocks, Config::kDoutBlocks);
         }

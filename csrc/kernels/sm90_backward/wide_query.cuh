@@ -111,15 +111,22 @@ class QueryConsumer : WideRole<Config> {
 
   // Adds a product, a column block. A warp's 16 rows of a column block are 4 KB, see wide.cuh.
   __device__ __forceinline__ void add(const Gradient& dq, int column) const {
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     float* gradient = a.gradient + int64_t{place} * Config::kGradientFloats +
-                      column * Config::kPartFloats + warp * 1024;
-    if constexpr (!Config::kStagesGradient) {
+                      column * Config::kPartFloats + threadIdx.x / 32 % 4 * 1024;
+    if constexpr (Config::kStagesGradient) {
+      add_by_tma(dq, column, gradient);
+    } else {
       inject(Fault::kAdd, place * kColumnBlocks + column);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) ptx::add_warp_quad(gradient + j * 128, lane, dq + 4 * j);
-      return;
+      for (int j = 0; j < 8; ++j) {
+        ptx::add_warp_quad(gradient + j * 128, threadIdx.x % 32, dq + 4 * j);
+      }
     }
+  }
+
+  __device__ __forceinline__ void add_by_tma(const Gradient& dq, int column,
+                                             float* gradient) const {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < 8; i += 4) {
       const uint32_t staging = ptx::shared_address(s.dq + (warp * Config::kGradientStages + i / 4) *

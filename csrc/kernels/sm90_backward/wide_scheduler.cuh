@@ -15,7 +15,7 @@ __device__ __forceinline__ int take_index(const BackwardArguments& a, WideShared
   static_assert(Config::kRanks == 2, "rank 1 is the only other one");
   const uint32_t full = ptx::shared_address(&s.index_full);
   if (rank == 0) {
-    wait(s.index_empty, count & 1 ^ 1);
+    ptx::mbarrier_wait(ptx::shared_address(&s.index_empty), count & 1 ^ 1);
     const int index = s.taken[0] = ptx::atomic_add(a.counter, 1);
     ptx::fence_proxy_async();
     ptx::cluster_copy(ptx::cluster_address(ptx::shared_address(s.index), 1),
@@ -23,7 +23,7 @@ __device__ __forceinline__ int take_index(const BackwardArguments& a, WideShared
     return index;
   }
   ptx::mbarrier_arrive_expect_tx(full, sizeof(s.index));
-  wait(s.index_full, count & 1);
+  ptx::mbarrier_wait(full, count & 1);
   const int index = s.index[0];
   ptx::cluster_arrive_if(ptx::cluster_address(ptx::shared_address(&s.index_empty), 0), true);
   return index;

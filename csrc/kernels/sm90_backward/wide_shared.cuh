@@ -54,9 +54,8 @@ struct WideConfig {
   static constexpr int kProductColumns = 64;
   // dV and dK are accumulated in slices of columns: the compiler takes a product whose accumulators
   // fit into the registers of the launch, 128.
-  static constexpr int kSlices = kHeadDim == 256 ? 2 : 1;
+  static constexpr int kSlices = kDoutParts;  // a part of dO is for a slice of dV
   static constexpr int kSliceColumns = kHeadDim / kSlices;
-  static_assert(kSlices == kDoutParts, "a part of dO is for a slice of dV");
   static constexpr int kPeerBlocks = 2;                       // column blocks of the other rank's K
   static constexpr int kGradientFloats = kBlockM * kHeadDim;  // of dQ of a block
   static constexpr int kPartFloats = 64 * 64;                 // of a column block of it
