@@ -86,7 +86,7 @@ JsonObject describe(const sm90::BackwardTile& t) {
       .add("consumers", t.wide() ? 3 : t.consumers())
       .add("threads", t.threads())
       .add("stages", t.stages)
-      .add("serves_softcap", t.keeps_p || t.wide())
+      .add("serves_softcap", t.early_values || t.wide())
       .add("long_queries", t.long_queries)
       .add("step_time", t.step_time)
       .add("shared_bytes", t.shared_bytes())

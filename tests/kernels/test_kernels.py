@@ -298,9 +298,12 @@ def test_sizes_that_no_call_has_are_refused(changes, message):
 # What differs from BASE -> (kernel, tile, head dim, tiles of keys, blocks, waves).
 BACKWARD_CHOICES = {
     "long": ({}, ("sm90_backward", "80x128", 128, 2048, 132, 16)),
-    "causal": ({"causal": True}, ("sm90_backward", "64x128", 128, 2048, 132, 16)),
+    "causal": (
+        {"causal": True, "seqlen_q": 4095},
+        ("sm90_backward", "64x128", 128, 2048, 132, 16),
+    ),
     "long causal": (
-        {"causal": True, "seqlen_q": 8192},
+        {"causal": True, "seqlen_q": 4096},
         ("sm90_backward", "80x128", 128, 2048, 132, 16),
     ),
     "window": (

@@ -210,8 +210,8 @@ static_assert(hopper(128, true) == 128 && hopper(136, false) == 192 && hopper(19
 constexpr int rows(int head_dim, bool softcap, int long_queries) {
   return sm90::kBackwardTiles[sm90::first_backward_tile(head_dim, softcap, long_queries)].block_m;
 }
-static_assert(rows(72, false, 2048) == 80 && rows(128, false, 9000) == 80);
-static_assert(rows(128, false, 2047) == 64 && rows(128, true, 9000) == 64);
+static_assert(rows(72, false, 1024) == 80 && rows(128, false, 9000) == 80);
+static_assert(rows(128, false, 1023) == 64 && rows(128, true, 9000) == 64);
 static_assert(rows(64, false, 9000) == 64 && rows(136, false, 9000) == 64);
 // Keys of the tile that serves `heads` heads of a dense call.
 constexpr int keys(int head_dim, int seqlen_k, int heads, int sms = 132) {

@@ -73,7 +73,8 @@ class BackwardConsumer {
   }
 
   // A step in which some query sees a key of this consumer. In flight at once: S(i), dP(i); then
-  // dV(i), dK(i). P(i) is computed beside dP(i), and with early values dS(i) beside dV(i).
+  // dV(i), dK(i). P(i) is computed beside dP(i), and with early values dS(i) beside dV(i). Without
+  // them P is rounded after dS: registers have no room for both forms of P.
   //
   // Products keep shared memory busy, and what comes after them waits: so lse is loaded before S. A
   // fence waits for this thread's writes to shared memory, so it comes after products that do not
@@ -108,11 +109,12 @@ class BackwardConsumer {
     if constexpr (!Config::kStoresByTma) {
       release_if(s.v_empty[ValueRing(tiles).stage], step + 1 == last);
     }
-    score_gradients(p, packed_p, dp, packed_ds, delta);
+    score_gradients(p, dp, packed_ds, delta);
     if (__builtin_expect(!is_free, false)) await_score_buffer();
     store_scores<Config>(ptx::shared_address(s.ds[buffer()][consumer]), packed_ds);
     mark(AtStep::kIssueKeys);
     if constexpr (!Config::kEarlyValues) {
+      pack_probabilities<Config>(p, packed_p);
       issue_key_gradient<Config>(dv, packed_p, queries(s.dout, slot));
     }
     issue_key_gradient<Config>(dk, packed_ds, queries(s.q, slot));
@@ -348,13 +350,13 @@ class BackwardConsumer {
     make_probabilities<Config>(a, p, packed, lse);
   }
 
-  __device__ __forceinline__ void score_gradients(const Scores& p, const Packed& packed_p,
-                                                  const Scores& dp, Packed& packed,
+  __device__ __forceinline__ void score_gradients(const Scores& p, const Scores& dp, Packed& packed,
                                                   ColumnPairs<kBlockM / 8>& delta) {
+    const auto weights = [&](int pair) { return float2{p[2 * pair], p[2 * pair + 1]}; };
     if (__builtin_expect(is_boundary(), false)) {
-      make_score_gradients<Config, true>(p, packed_p, dp, packed, delta);
+      make_score_gradients<Config, true>(weights, dp, packed, delta);
     } else {
-      make_score_gradients<Config, false>(p, packed_p, dp, packed, delta);
+      make_score_gradients<Config, false>(weights, dp, packed, delta);
     }
   }
 

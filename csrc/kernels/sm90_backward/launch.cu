@@ -17,7 +17,6 @@ struct NarrowKernels {
   static constexpr auto kMain = backward_kernel<Config>;
   static constexpr auto kPost = backward_postprocess_kernel<Config>;
   static constexpr int kBlocks = 1;
-  static constexpr bool kStartEarly = true;
   static constexpr int kSharedBytes = sizeof(BackwardShared<Config>);
   static constexpr int kPostThreads = 128 * Config::kColumnBlocks;
   static constexpr int kKeyRows = Config::kBlockN, kQueryRows = Config::kBlockM;

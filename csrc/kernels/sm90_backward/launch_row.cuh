@@ -36,10 +36,9 @@ inline bool encode_tensor_maps(BackwardArguments& a, int key_rows, int query_row
                                            p.heads_kv, rows_k, p.head_dim_v, stored_rows)));
 }
 
-// Launches a kernel; if `early`, it may start before the one before has ended, see
-// launch_dependents.
-inline cudaError_t launch_kernel(void (*kernel)(BackwardArguments), bool early, unsigned blocks,
-                                 int threads, int shared_bytes, cudaStream_t stream,
+// Launches a kernel that may start before the one before has ended, see launch_dependents.
+inline cudaError_t launch_kernel(void (*kernel)(BackwardArguments), unsigned blocks, int threads,
+                                 int shared_bytes, cudaStream_t stream,
                                  const BackwardArguments& a) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -50,7 +49,7 @@ inline cudaError_t launch_kernel(void (*kernel)(BackwardArguments), bool early, 
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = early ? 1 : 0;
+  config.numAttrs = 1;
   return cudaLaunchKernelEx(&config, kernel, a);
 }
 
@@ -142,13 +141,12 @@ cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cuda
   if (error == cudaSuccess && tiles > 0) {
     const auto blocks =
         static_cast<unsigned>(std::min(a.tiles, device.sms / Kernels::kBlocks) * Kernels::kBlocks);
-    error = launch_kernel(Kernels::kMain, Kernels::kStartEarly, blocks, kTile.threads(),
-                          kSharedBytes, stream, a);
+    error = launch_kernel(Kernels::kMain, blocks, kTile.threads(), kSharedBytes, stream, a);
   }
   if (error == cudaSuccess && places > 0 && !a.whole_heads) {
     // The main kernel lets no other start early: this one starts when its last thread block ends,
     // and profilers count no wait as its time.
-    error = launch_kernel(Kernels::kPost, true, places, Kernels::kPostThreads, 0, stream, a);
+    error = launch_kernel(Kernels::kPost, places, Kernels::kPostThreads, 0, stream, a);
   }
   return error;
 }

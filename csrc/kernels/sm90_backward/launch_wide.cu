@@ -13,7 +13,6 @@ struct WideKernels {
   static constexpr auto kMain = wide_backward_kernel<Config>;
   static constexpr auto kPost = wide_postprocess_kernel<Config>;
   static constexpr int kBlocks = Config::kRanks;
-  static constexpr bool kStartEarly = false;
   static constexpr int kSharedBytes = sizeof(WideShared<Config>);
   static constexpr int kPostThreads = kWidePostprocessThreads;
   static constexpr int kKeyRows = 64, kQueryRows = 64 / Config::kRanks, kStoredRows = 0;

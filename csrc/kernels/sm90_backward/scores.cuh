@@ -56,8 +56,8 @@ __device__ __forceinline__ void mask_keys(float (&s)[Config::kBlockM / 2], const
   }
 }
 
-// P = 2^(s scale_log2 - lse_log2), packed for dV. What stays in `s` is dS / dT P: P, or with a
-// softcap P (1 - tanh^2).
+// P = 2^(s scale_log2 - lse_log2), with early values also packed for dV. What stays in `s` is
+// dS / dT P: P, or with a softcap, which needs early values, P (1 - tanh^2).
 template <class Config>
 __device__ __forceinline__ void make_probabilities(const BackwardArguments& a,
                                                    float (&s)[Config::kBlockM / 2],
@@ -73,13 +73,15 @@ __device__ __forceinline__ void make_probabilities(const BackwardArguments& a,
         float& high = s[4 * n + 2 * half + 1];
         const float p_low = ptx::exp2_approx(fmaf(low, a.scores.scale_log2, -lse.x));
         const float p_high = ptx::exp2_approx(fmaf(high, a.scores.scale_log2, -lse.y));
-        p[2 * n + half] = ptx::pack<typename Config::Element>(p_low, p_high);
+        if constexpr (Config::kEarlyValues) {
+          p[2 * n + half] = ptx::pack<typename Config::Element>(p_low, p_high);
+        }
         low = derivative(p_low, low);
         high = derivative(p_high, high);
       }
     }
   };
-  if (Config::kKeepsP && __builtin_expect(a.scores.transform == kCap, false)) {
+  if (Config::kEarlyValues && __builtin_expect(a.scores.transform == kCap, false)) {
     each([&](float p, float logit) {
       const float tanh = fmaxf(logit * a.inverse_cap, -1.0f);  // hidden: -inf
       return p * fmaf(-tanh, tanh, 1.0f);
@@ -89,20 +91,20 @@ __device__ __forceinline__ void make_probabilities(const BackwardArguments& a,
   }
 }
 
-// P again, from what make_probabilities leaves: words 4 n + 2 half and the next of `p`. Where
-// registers are scarce: P as rounded for dV.
+// Packs P, without a softcap, for dV.
 template <class Config>
-__device__ __forceinline__ float2 probability_pair(const float (&p)[Config::kBlockM / 2],
-                                                   const uint32_t (&packed)[Config::kBlockM / 4],
-                                                   int pair) {
-  if constexpr (Config::kKeepsP) return {p[2 * pair], p[2 * pair + 1]};
-  return unpack<typename Config::Element>(packed[pair]);
+__device__ __forceinline__ void pack_probabilities(const float (&p)[Config::kBlockM / 2],
+                                                   uint32_t (&packed)[Config::kBlockM / 4]) {
+#pragma unroll
+  for (int pair = 0; pair < Config::kBlockM / 4; ++pair) {
+    packed[pair] = ptx::pack<typename Config::Element>(p[2 * pair], p[2 * pair + 1]);
+  }
 }
 
-// dS^T = P (dP^T - delta), packed. With kHidden, 0 wherever P is 0, even if dP is NaN.
-template <class Config, bool kHidden>
-__device__ __forceinline__ void make_score_gradients(const float (&p)[Config::kBlockM / 2],
-                                                     const uint32_t (&packed)[Config::kBlockM / 4],
+// dS^T = P (dP^T - delta), packed. With kHidden, 0 wherever P is 0, even if dP is NaN. `weights`
+// returns words 4 n + 2 half and the next of dS / dT P, by their number 2 n + half.
+template <class Config, bool kHidden, class Weights>
+__device__ __forceinline__ void make_score_gradients(const Weights& weights,
                                                      const float (&dp)[Config::kBlockM / 2],
                                                      uint32_t (&ds)[Config::kBlockM / 4],
                                                      ColumnPairs<Config::kBlockM / 8>& delta) {
@@ -112,7 +114,7 @@ __device__ __forceinline__ void make_score_gradients(const float (&p)[Config::kB
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int pair = 2 * n + half;
-      const float2 weight = probability_pair<Config>(p, packed, pair);
+      const float2 weight = weights(pair);
       float low = weight.x * (dp[2 * pair] - d.x), high = weight.y * (dp[2 * pair + 1] - d.y);
       if (kHidden) {
         low = weight.x == 0.0f ? 0.0f : low;

@@ -41,12 +41,10 @@ struct BackwardConfig {
   static constexpr int kScoreBytes = 2 * kBlockM * 64;        // of a consumer's dS
   static constexpr int kColumnBlocks = kHeadDim / 64;
   static constexpr bool kSeenToEnd = kTile.long_queries > 0;  // calls without a left window alone
-  static constexpr bool kKeepsP = kTile.keeps_p;
   // dV and dK leave by TMA, beside the next tile, dV by way of V. With one buffer the next V would
   // wait for dV, which is slower.
   static constexpr bool kStoresByTma = kValueStages > 1 && kColumnBlocks == 1;
-  // dV is issued before dS is computed. Head dim 64 is slower so.
-  static constexpr bool kEarlyValues = kHeadDim != 64;
+  static constexpr bool kEarlyValues = kTile.early_values;
   static constexpr bool kTransposes = kTile.transposes();
   static constexpr int kPartFloats = kBlockM * 64;            // of a column block of dQ
   static constexpr int kGradientFloats = kBlockM * kHeadDim;  // of dQ of a block

@@ -307,13 +307,14 @@ class KeyConsumer : WideConsumer<Config> {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const uint4 w = s.weights[j][threadIdx.x % 128];
-      const uint32_t weights[4] = {w.x, w.y, w.z, w.w};
+      const uint32_t words[4] = {w.x, w.y, w.z, w.w};
+      const auto weights = [&](int k) { return unpack<typename Config::Element>(words[k]); };
       float part[8];
       uint32_t packed[4];
 #pragma unroll
       for (int k = 0; k < 8; ++k) part[k] = dp[8 * j + k];
       ColumnPairs<2> columns(delta + 16 * j);
-      make_score_gradients<WideQuarter<Config>, kHidden>(part, weights, part, packed, columns);
+      make_score_gradients<WideQuarter<Config>, kHidden>(weights, part, packed, columns);
 #pragma unroll
       for (int k = 0; k < 4; ++k) ds[4 * j + k] = packed[k];
     }

@@ -73,6 +73,7 @@ __device__ __forceinline__ void load_wide_tile(const BackwardArguments& a, WideS
   if (!is_late(s, Operand::kK, number, buffer, 0, 0, buffer)) {
     load_keys<Config>(t, s.keys[buffer], a.k, s.k_full, rank * 64, 0, Config::kColumnBlocks);
   }
+  ptx::await_kernel_before();
 #pragma unroll 1
   for (int head = t.head_kv * a.group; head < (t.head_kv + 1) * a.group; ++head) {
     int block = t.start;

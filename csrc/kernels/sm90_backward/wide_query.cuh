@@ -27,6 +27,7 @@ class QueryConsumer : WideRole<Config> {
       : Base(a, s, rank) {}
 
   __device__ __forceinline__ void run() {
+    ptx::await_kernel_before();
 #pragma unroll 1
     while (Base::take_tile()) run_tile();
     ptx::tma_store_wait_read<0>();

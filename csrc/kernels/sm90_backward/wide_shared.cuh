@@ -48,7 +48,6 @@ struct WideConfig {
   static constexpr int kTileBytes = 2 * 64 * kHeadDim;      // of K, V, Q or dO
   static constexpr int kScoreBytes = 2 * 64 * 64;           // of a rank's dS
   static constexpr int kStatisticsBytes = 4 * 2 * kBlockM;  // lse_log2 and delta
-  static constexpr bool kKeepsP = false;
   // dQ [64, kHeadDim] is computed in products of kProductColumns columns. Two ranks compute each
   // half of them; of three column blocks they take turns at the second.
   static constexpr int kProductColumns = 64;
@@ -64,10 +63,10 @@ struct WideConfig {
   static_assert(kRanks == 2, "a rank has one peer");
 };
 
-// make_probabilities leaves dS / dT P in fp32.
+// make_probabilities packs P, and leaves dS / dT P in fp32.
 template <class Config>
 struct WideWeights : Config {
-  static constexpr bool kKeepsP = true;
+  static constexpr bool kEarlyValues = true;
 };
 
 // The scores of 16 queries.

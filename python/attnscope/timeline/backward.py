@@ -69,7 +69,7 @@ CONSUMER_TILE = (
 
 
 def consumer_step(early_values: bool) -> tuple[State, ...]:
-    """The states of a step. `early_values`: dV is issued before dS is computed (kEarlyValues)."""
+    """The states of a step."""
     early = (KEY_GRADIENTS,) if early_values else ()
     return (
         State("AwaitOperands", "wait for Q, dO", LOAD_WAIT),
@@ -108,6 +108,11 @@ BESIDE_STORE = [i for i, s in enumerate(CONSUMER_TILE) if s.mark in ("AwaitScore
 def loads_k_late(tile: Facts) -> bool:
     """K has one buffer, and is loaded in the first step; `key_stages` of config.cuh."""
     return bool(tile["block_m"] % 64)
+
+
+def has_early_values(tile: Facts) -> bool:
+    """dV is issued before dS is computed; `early_values` of config.cuh."""
+    return bool(tile["head_dim"] == 128 and tile["block_m"] == 64)
 
 
 def stores_by_tma(tile: Facts) -> bool:

@@ -9,4 +9,4 @@ def layout_of(facts: Facts) -> Layout:
     """The layout of a recording with these facts."""
     if facts["workload"]["mode"] == "forward":
         return FORWARD
-    return backward.LATE if facts["tile"]["head_dim"] == 64 else backward.EARLY
+    return backward.EARLY if backward.has_early_values(facts["tile"]) else backward.LATE
