@@ -21,6 +21,7 @@ struct ColumnPairs {
   uint32_t address;
   float2 values[kGroups];
 
+  ColumnPairs() = default;
   // Loads the first groups.
   __device__ __forceinline__ explicit ColumnPairs(const float* columns)
       : address(ptx::shared_address(columns) + threadIdx.x % 4 * 8) {

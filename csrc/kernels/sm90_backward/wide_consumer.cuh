@@ -92,6 +92,7 @@ class ValueConsumer : WideConsumer<Config> {
   using Base::a, Base::s, Base::rank, Base::block, Base::steps, Base::first, Base::tiles;
   using Base::kBlockM;
   using Scores = float[kBlockM / 2];
+  using Columns = ColumnPairs<kBlockM / 8>;
   using Packed = uint32_t[kBlockM / 4];
   static constexpr int kBarrier = 1;
 
@@ -108,20 +109,22 @@ class ValueConsumer : WideConsumer<Config> {
  private:
   // In flight at once: the slices of dV(i); then the last one and S(i + 1). Each part of dO is
   // released when its slice is complete, the first one before the wait for Q: its buffer is then
-  // loaded for the next step while this one goes on.
+  // loaded for the next step while this one goes on. The KeyConsumer waits for P: so lse is loaded,
+  // and barriers are read, beside S.
   __device__ __forceinline__ void run_tile() {
     typename Base::Gradient dv;
     Base::clear(dv);
     Scores p;
+    Columns lse;
     wait(s.k_full, tiles & 1);
     const int last = first + steps - 1;
-    issue_scores(p, first);
+    issue_scores(p, lse, first);
     ptx::wgmma_wait<0>();
     ptx::pin_registers(p);
 #pragma unroll 1
     for (int i = first;; ++i) {
       Packed packed;
-      probabilities(p, packed, i);
+      probabilities(p, packed, lse, i);
       inject(Fault::kRelease, i);
       issue_gradient(dv, packed);
       if constexpr (Config::kDoutParts > 1) {
@@ -129,13 +132,15 @@ class ValueConsumer : WideConsumer<Config> {
         Base::release_dout();
       }
       if (i == last) break;
-      issue_scores(p, i + 1);
+      issue_scores(p, lse, i + 1);
       ptx::wgmma_wait<1>();
       Base::release_dout();
       Base::advance_block();
+      look_ahead(i + 1);
       ptx::wgmma_wait<0>();
       ptx::pin_registers(p);
     }
+    ready = false;
     Base::await(dv);
     Base::release_dout();
     wait(s.weights_empty, last & 1);
@@ -146,13 +151,23 @@ class ValueConsumer : WideConsumer<Config> {
     Base::release_tile();
   }
 
+  // Whether the buffer of P and dO of a step are there: then its waits are left out.
+  __device__ __forceinline__ void look_ahead(int i) {
+    ready = has_completed(s.weights_empty, (i & 1) ^ 1);
+#pragma unroll
+    for (int part = 0; part < Config::kDoutParts; ++part) {
+      const auto slot = Base::ring.after(part);
+      ready &= has_completed(s.dout_full[slot.stage], slot.parity);
+    }
+  }
+
   // dV += P^T dO, a slice of columns for each part of dO.
   __device__ __forceinline__ void issue_gradient(typename Base::Gradient& dv,
                                                  const Packed& packed) const {
 #pragma unroll
     for (int part = 0; part < Config::kDoutParts; ++part) {
       const auto slot = Base::ring.after(part);
-      wait(s.dout_full[slot.stage], slot.parity);
+      if (__builtin_expect(!ready, false)) wait(s.dout_full[slot.stage], slot.parity);
       Base::clear_queries(s.dout[slot.stage], Config::kDoutBlocks, kBarrier);
       ptx::wgmma_fence();
       Base::issue_slice(dv[part], packed, Base::dout(slot.stage), 0);
@@ -160,14 +175,16 @@ class ValueConsumer : WideConsumer<Config> {
     }
   }
 
-  __device__ __forceinline__ void issue_scores(Scores& p, int i) const {
+  __device__ __forceinline__ void issue_scores(Scores& p, Columns& lse, int i) const {
     const typename Base::QuerySlot slot(i);
     wait(s.q_full[slot.stage], slot.parity);
+    lse = Columns(s.statistics[slot.stage][0]);
     sm90::issue_scores<Config>(p, Base::descriptor(Base::keys()),
                                Base::descriptor(s.q[0], slot.stage));
   }
 
-  __device__ __forceinline__ void probabilities(Scores& p, Packed& packed, int i) const {
+  __device__ __forceinline__ void probabilities(Scores& p, Packed& packed, Columns& lse,
+                                                int i) const {
     const bool cap = a.scores.transform == kCap;
     if (__builtin_expect(a.scores.transform, false)) transform_scores<false>(p, a.scores);
     if (__builtin_expect(Base::is_boundary(), false)) {
@@ -177,9 +194,8 @@ class ValueConsumer : WideConsumer<Config> {
       mask_keys<Config>(p, {t.seqlen_q - t.seqlen_k, f.window_right, f.window_left}, key,
                         block * kBlockM, t.seqlen_q, t.seqlen_k);
     }
-    ColumnPairs<kBlockM / 8> lse(s.statistics[typename Base::QuerySlot(i).stage][0]);
     make_probabilities<WideWeights<Config>>(a, p, packed, lse);
-    wait(s.weights_empty, (i & 1) ^ 1);
+    if (__builtin_expect(!ready, false)) wait(s.weights_empty, (i & 1) ^ 1);
     uint4* weights = &s.weights[0][threadIdx.x % 128];
     if (__builtin_expect(cap, false)) {
 #pragma unroll
@@ -200,6 +216,8 @@ class ValueConsumer : WideConsumer<Config> {
     inject(Fault::kScores, i);
     release(s.weights_full);
   }
+
+  bool ready = false;
 };
 
 // dP^T = V dO^T, dS^T, dK += dS^T Q.
