@@ -54,7 +54,6 @@ class BackwardConsumer {
     for (int i = 0; i < Config::kHeadDim / 2; ++i) dk[i] = dv[i] = 0.0f;
   }
 
-  // The steps of a tile.
   __device__ __forceinline__ void run_steps() {
 #pragma unroll 1
     for (; step < last; ++step) {
@@ -73,8 +72,7 @@ class BackwardConsumer {
   }
 
   // A step in which some query sees a key of this consumer. In flight at once: S(i), dP(i); then
-  // dV(i), dK(i). P(i) is computed beside dP(i), and with early values dS(i) beside dV(i). Without
-  // them P is rounded after dS: registers have no room for both forms of P.
+  // dV(i), dK(i). P(i) is computed beside dP(i), and with early values dS(i) beside dV(i).
   //
   // Products keep shared memory busy, and what comes after them waits: so lse is loaded before S. A
   // fence waits for this thread's writes to shared memory, so it comes after products that do not
@@ -352,7 +350,7 @@ class BackwardConsumer {
 
   __device__ __forceinline__ void score_gradients(const Scores& p, const Scores& dp, Packed& packed,
                                                   ColumnPairs<kBlockM / 8>& delta) {
-    const auto weights = [&](int pair) { return float2{p[2 * pair], p[2 * pair + 1]}; };
+    const auto weights = [&](int i) { return float2{p[2 * i], p[2 * i + 1]}; };
     if (__builtin_expect(is_boundary(), false)) {
       make_score_gradients<Config, true>(weights, dp, packed, delta);
     } else {
