@@ -13,7 +13,7 @@ struct BackwardTile {
   int block_m;        // query rows of one step
   int block_n;        // keys, 64 a consumer warpgroup; wide: 64 a thread block
   int stages;         // buffers for Q, and as many for dO
-  bool early_values;  // dV comes before dS, from P rounded beside; a softcap needs both forms of P
+  bool early_values;  // P is rounded at once, for dV before dS; otherwise after dS, and no softcap
   int long_queries;  // serves only calls without a left window and with as many queries (packed: in
                      // the longest sequence), four times as many if later keys are hidden; 0: all
   int step_time;     // of a step, relative to rows alike but for block_n

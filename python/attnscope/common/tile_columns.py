@@ -37,7 +37,7 @@ COLUMNS = {
 def queries_served(tile: dict[str, Any]) -> str:
     """The numbers of queries whose calls a tile serves: "any", "65-128", "257+".
 
-    "few tiles" and "grouped" if the number does not matter; "2048+, causal 8192+" for long calls.
+    "few tiles" and "grouped" if the number does not matter; "1024+, causal 4096+" for long calls.
     """
     if tile.get("grouped_only"):
         return "grouped"
