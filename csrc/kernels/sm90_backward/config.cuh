@@ -13,7 +13,8 @@ struct BackwardTile {
   int block_m;        // query rows of one step
   int block_n;        // keys, 64 a consumer warpgroup; wide: 64 a thread block
   int stages;         // buffers for Q, and as many for dO
-  bool early_values;  // P is rounded at once, for dV before dS; otherwise after dS, and no softcap
+  bool early_values;  // narrow: P is rounded at once, and dV comes before dS; otherwise after it,
+                      // and there is no softcap
   int long_queries;  // serves only calls without a left window and with as many queries (packed: in
                      // the longest sequence), four times as many if later keys are hidden; 0: all
   int step_time;     // of a step, relative to rows alike but for block_n
@@ -61,7 +62,7 @@ constexpr BackwardTile kBackwardTiles[] = {
      "three consumers hide each other's latencies; 160 registers each"},
     {64, 64, 128, 3, false, 0, 5,
      "where it needs fewer rounds of tiles; a step takes 5/6 of the time"},
-    {128, 80, 128, 2, false, 1024, 1, "1.02 to 1.05 of the speed of 64 rows: fewer waits a query"},
+    {128, 80, 128, 2, false, 1024, 1, "1.00 to 1.05 of the speed of 64 rows: fewer waits a query"},
     {128, 64, 128, 2, true, 0, 1, "dK and dV take 128 registers, which leaves room for 64 rows"},
     {192, 64, 64 * kWideRanks, 2, false, 0, 1, "as head dim 256"},
     {256, 64, 64 * kWideRanks, 2, false, 0, 1,

@@ -5,7 +5,6 @@
 #pragma once
 
 #include "attn/mask_bits.cuh"
-#include "attn/nonfinite.cuh"
 #include "attn/scores.cuh"
 #include "kernels/sm90_backward/shared.cuh"
 #include "ptx/ldmatrix.cuh"
@@ -21,7 +20,6 @@ struct ColumnPairs {
   uint32_t address;
   float2 values[kGroups];
 
-  ColumnPairs() = default;
   // Loads the first groups.
   __device__ __forceinline__ explicit ColumnPairs(const float* columns)
       : address(ptx::shared_address(columns) + threadIdx.x % 4 * 8) {

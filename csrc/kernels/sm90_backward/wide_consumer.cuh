@@ -1,6 +1,7 @@
 // The warpgroups of the wide kernel that accumulate dV and dK of a thread block's 64 keys.
 #pragma once
 
+#include "attn/nonfinite.cuh"
 #include "kernels/sm90_backward/epilogue.cuh"
 #include "kernels/sm90_backward/products.cuh"
 #include "kernels/sm90_backward/scores.cuh"
@@ -115,10 +116,9 @@ class ValueConsumer : WideConsumer<Config> {
     typename Base::Gradient dv;
     Base::clear(dv);
     Scores p;
-    Columns lse;
     wait(s.k_full, tiles & 1);
     const int last = first + steps - 1;
-    issue_scores(p, lse, first);
+    Columns lse = issue_scores(p, first);
     ptx::wgmma_wait<0>();
     ptx::pin_registers(p);
 #pragma unroll 1
@@ -132,7 +132,7 @@ class ValueConsumer : WideConsumer<Config> {
         Base::release_dout();
       }
       if (i == last) break;
-      issue_scores(p, lse, i + 1);
+      lse = issue_scores(p, i + 1);
       ptx::wgmma_wait<1>();
       Base::release_dout();
       Base::advance_block();
@@ -175,12 +175,14 @@ class ValueConsumer : WideConsumer<Config> {
     }
   }
 
-  __device__ __forceinline__ void issue_scores(Scores& p, Columns& lse, int i) const {
+  // Returns the step's lse.
+  __device__ __forceinline__ Columns issue_scores(Scores& p, int i) const {
     const typename Base::QuerySlot slot(i);
     wait(s.q_full[slot.stage], slot.parity);
-    lse = Columns(s.statistics[slot.stage][0]);
+    const Columns lse(s.statistics[slot.stage][0]);
     sm90::issue_scores<Config>(p, Base::descriptor(Base::keys()),
                                Base::descriptor(s.q[0], slot.stage));
+    return lse;
   }
 
   __device__ __forceinline__ void probabilities(Scores& p, Packed& packed, Columns& lse,
