@@ -306,6 +306,75 @@ class Wide:
         return self.advanced(at)
 
 
+class WideTurns:
+    """Deterministic calls of the wide kernel, as Turns in test_backward_model.py.
+
+    A rank of a key block has a role that awaits turns, `warps` that add their parts of dQ, and one
+    that passes turns on: a ticket counts both ranks. A warp says that it has added beside the next
+    product (`late`, by TMA), or at once. A part may come from the other rank in the next key block.
+    """
+
+    def __init__(
+        self, key_blocks: int, ranks: int, warps: int, late: bool, missing: str = ""
+    ) -> None:
+        self.missing, self.key_blocks, self.ranks = missing, key_blocks, ranks
+        self.warps, self.late = warps, late
+        lead, every, both = 2, range(key_blocks), range(ranks)
+        self.sums = {
+            (i, r, w): Buffer(f"sum through {i} {r}.{w}", lead)
+            for i in every for r in both for w in range(warps)
+        }  # fmt: skip
+        self.ticket = [Barrier(f"ticket {i}", lead, ranks, counts=True) for i in every]
+        at = [(i, r) for i in every for r in both]
+        self.full = {x: Barrier(f"turn_full {x}", 1) for x in at}
+        self.added = {x: Barrier(f"turn_added {x}", 1, warps) for x in at}
+        self.empty = {x: Barrier(f"turn_empty {x}", 1) for x in at}
+        roles: list[Role] = []
+        for x in at:
+            roles += [Role(f"awaits {x}", lambda n, _, x=x: self.await_turn(*x, n))]
+            roles += [Role(f"passes {x}", lambda n, _, x=x: self.pass_turn(*x, n))]
+            for w in range(warps):
+                step = partial(self.add, *x, w)
+                roles += [Role(f"adds {x} {w}", step, False)]
+        barriers = (*self.full.values(), *self.added.values(), *self.empty.values())
+        self.model = Model(tuple(roles), tuple(self.sums.values()), (*self.ticket, *barriers))
+
+    def await_turn(self, i: int, r: int, n: int) -> Step:
+        if i and self.missing != "ticket":
+            yield wait(self.ticket[i - 1], n)
+        if i == 0 or self.missing != "turn_empty":
+            yield wait_before(self.empty[i, r], n)
+        yield arrive(self.full[i, r], n)
+
+    def add(self, i: int, r: int, w: int, n: int, added: bool) -> Step:
+        """`added`: the additions of use n - 1 may not be complete."""
+        if added:
+            yield from self.finish_turn(i, r, w, n - 1)
+        if i + 1 < self.key_blocks:
+            yield wait_before(self.ticket[i + 1], n)  # the end of the tile
+        if self.missing != "turn_full":
+            yield wait(self.full[i, r], n)
+        before = tuple(self.sums[i - 1, other, w] for other in range(self.ranks) if i)
+        yield together(read(before, n), write(self.sums[i, r, w], n))
+        if self.late:
+            return True
+        yield from self.finish_turn(i, r, w, n)
+        return False
+
+    def finish_turn(self, i: int, r: int, w: int, n: int) -> Step:
+        if self.missing == "complete":
+            yield arrive(self.added[i, r], n)
+            yield finish(self.sums[i, r, w], n)
+        else:
+            yield publish(self.added[i, r], n, writes=self.sums[i, r, w])
+
+    def pass_turn(self, i: int, r: int, n: int) -> Step:
+        if self.missing != "turn_added":
+            yield wait(self.added[i, r], n)
+        yield arrive(self.empty[i, r], n)
+        yield arrive(self.ticket[i], n)
+
+
 # Buffers of Q, dO and dS, and parts of dO.
 HEAD_DIM_192 = (2, 2, 2, 1)
 HEAD_DIM_256 = (2, 3, 1, 2)
@@ -400,3 +469,34 @@ def test_a_buffer_for_each_part_of_dout_is_needed():
     result = explore(Wide(2, 1, 1, 2, "dO").model)
     print(result)
     assert result.failure.startswith("deadlock")
+
+
+@pytest.mark.parametrize(
+    ("key_blocks", "ranks", "warps", "late"),
+    [
+        (2, 1, 2, True),
+        (2, 1, 2, False),
+        (2, 2, 1, True),
+        (2, 2, 1, False),
+        slow(3, 1, 2, True),
+        slow(2, 2, 2, True),
+    ],
+)
+def test_ranks_and_warps_add_in_turn_in_every_order(key_blocks, ranks, warps, late):
+    assert_sound(WideTurns(key_blocks, ranks, warps, late).model)
+
+
+@pytest.mark.parametrize(
+    ("missing", "wrong"),
+    [
+        ("ticket", "reads sum through 0"),
+        ("complete", "reads sum through 0"),
+        ("turn_full", "reads sum through 0"),
+        ("turn_added", "arrives on ticket 0"),
+        ("turn_empty", "deadlock"),  # the next turn overtakes one that was not taken
+    ],
+)
+def test_turns_of_the_wide_kernel_need_each_wait(missing, wrong):
+    result = explore(WideTurns(2, 2, 1, True, missing).model)
+    print(result)
+    assert wrong in result.failure

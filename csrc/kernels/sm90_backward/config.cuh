@@ -24,8 +24,6 @@ struct BackwardTile {
   constexpr bool wide() const { return head_dim > 128; }
   constexpr int consumers() const { return block_n / 64; }
   constexpr int threads() const { return 128 * (wide() ? 4 : consumers() + 1); }
-  // For each block of queries, of a deterministic call.
-  constexpr int tickets() const { return wide() ? 4 * (head_dim / 64) : 1; }
   // Wide: dO comes in parts of its columns. Buffers for parts, and for dS of both thread blocks;
   // and whether there is room for dQ on its way out. What fits.
   constexpr int dout_parts() const { return head_dim == 256 ? 2 : 1; }
@@ -126,7 +124,7 @@ constexpr int choose_backward(const ForwardParams& p, int sms) {
 // Parts of the workspace, as offsets in bytes. Per query head and block of queries:
 //   statistics  block_m floats log2(e) lse, then block_m floats delta
 //   gradient    dQ / scale in fp32, in the order of the accumulators, see kernel.cuh
-//   tickets     deterministic calls: for each part of dQ, how many key blocks have added
+//   tickets     deterministic calls: how many key blocks have added, see turns.cuh
 //   claims      up to head dim 128: whether the first part of dQ is stored, see claims.cuh
 struct BackwardWorkspace {
   int64_t statistics, gradient, tickets, claims, counter, bytes;
@@ -141,7 +139,7 @@ inline BackwardWorkspace backward_layout(const BackwardParams& params) {
   BackwardWorkspace w{};
   w.gradient = aligned(blocks * t.block_m * 2 * 4);
   w.tickets = w.gradient + aligned(blocks * t.block_m * t.head_dim * 4);
-  w.claims = w.tickets + aligned(params.deterministic ? blocks * t.tickets() * 4 : 0);
+  w.claims = w.tickets + aligned(params.deterministic ? blocks * 4 : 0);
   w.counter = w.claims + aligned(t.wide() ? 0 : blocks * 4);
   w.bytes = w.counter + 256;
   return w;

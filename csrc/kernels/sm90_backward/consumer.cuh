@@ -234,7 +234,7 @@ class BackwardConsumer {
       meet_warps();
     }
     inject(Fault::kReleaseTile, tiles);
-    release(s.tile_empty[Slot<Config::kTileBuffers>(tiles).stage]);
+    release(s.tile_empty[Slot<kTileBuffers>(tiles).stage]);
   }
 
   // dV and dK, beside the next tile. dV leaves by way of this warp's rows of V, which no product
@@ -269,7 +269,7 @@ class BackwardConsumer {
 
   // Reads tile number `tiles`. False if there is none.
   __device__ __forceinline__ bool take_tile() {
-    const Slot<Config::kTileBuffers> slot(tiles);
+    const Slot<kTileBuffers> slot(tiles);
     mark(AtTile::kAwaitTile);
     wait(s.tile_full[slot.stage], slot.parity);
     tile = &s.tile[slot.stage];

@@ -1,8 +1,9 @@
 // Attention backward for Hopper (sm_90a).
 //
 // Problem   dq, dk, dv of out = softmax(mask(cap(q k^T scale))) v, see attn/params.h.
-// Roles     In warpgroup 0 one thread loads by TMA, one adds dQ by TMA, and one warp takes tiles.
-//           The other warpgroups consume: each owns 64 keys.
+// Roles     In warpgroup 0 one thread loads by TMA, one adds dQ by TMA, one waits for turns, and
+// one
+//           warp takes tiles. The other warpgroups consume: each owns 64 keys.
 // Pipeline  A thread block takes tiles of 128 or 192 keys one after the other, and loops over the
 //           query heads and blocks of 64 or 80 queries that see them. S^T = K Q^T and dP^T = V dO^T
 //           give P^T and dS^T in registers, as A operands of dV += P^T dO and dK += dS^T Q. Shared
@@ -20,6 +21,7 @@
 #include "kernels/sm90_backward/producer.cuh"
 #include "kernels/sm90_backward/scheduler.cuh"
 #include "kernels/sm90_backward/shared.cuh"
+#include "kernels/sm90_backward/turns.cuh"
 #include "kernels/sm90_backward/writer.cuh"
 
 namespace attnscope::sm90 {
@@ -44,6 +46,8 @@ __device__ __forceinline__ void init_barriers(BackwardShared<Config>& s) {
   for (uint64_t& barrier : s.ds_empty) init(barrier, 4 * kWarpArrivals);
   for (uint64_t& barrier : s.dq_full) init(barrier, 4 * kWarpArrivals);
   for (uint64_t& barrier : s.dq_empty) init(barrier, 1);
+  init(s.turn_full, 1);
+  init(s.turn_empty, 1);
   init(s.dq_done, 1);
   ptx::fence_mbarrier_init();
   init_late_loads(s);
@@ -67,8 +71,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       produce<Config>(a, s);
     } else if (threadIdx.x == 32) {
       write_query_gradients<Config>(a, s);
-#ifdef ATTNSCOPE_FAULTS
     } else if (threadIdx.x == 64) {
+      if (a.tickets != nullptr) await_turns<Config>(a, s);
+#ifdef ATTNSCOPE_FAULTS
+    } else if (threadIdx.x == 80) {
       issue_late_loads(s, [&](const LateLoad& copy) { issue_late_load<Config>(a, s, copy); });
 #endif
     }

@@ -53,6 +53,24 @@ inline cudaError_t launch_kernel(void (*kernel)(BackwardArguments), unsigned blo
   return cudaLaunchKernelEx(&config, kernel, a);
 }
 
+// The heads whose tiles come together, with `slots` SMs or clusters.
+//
+// First tiles longest: heads whose tiles fill the slots once, to nine tenths, if the call has an
+// even number of such sections. Who had a long tile then gets a short one of the next section, and
+// L2 holds less than with more heads. Otherwise as many heads as fit in L2, which balances better.
+//
+// Deterministic: tiles that take turns one after the other start one after the other, see Turns. So
+// the slots are filled once. But with fewer than four heads, a late tile holds up more others.
+inline int choose_section(const TileOrder& order, int slots, bool first_are_longest,
+                          bool deterministic, bool wide) {
+  const int filled = slots / std::max(order.m_blocks, 1), heads = std::max(order.heads, 1);
+  if (!first_are_longest) return std::clamp(filled, std::min(wide ? 1 : 4, heads), heads);
+  int section = filled;
+  while (section * order.m_blocks * 10 >= slots * 9 && heads % (2 * section) != 0) --section;
+  if (section * order.m_blocks * 10 < slots * 9) section = order.section;
+  return deterministic ? std::clamp(section, std::min(order.section, 4), order.section) : section;
+}
+
 inline constexpr int64_t kZeroedFloats = 1 << 20;
 
 // Whether a thread block takes all tiles of a key head, and stores the head's dQ itself. dQ in fp32
@@ -101,17 +119,18 @@ cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cuda
   const bool first_are_longest = p.window_right >= 0 && p.window_left < 0;
   a.order = tile_order(ceil_div(p.seqlen_k, kTile.block_n), p.batch, p.heads_kv, p.heads_kv, bytes,
                        first_are_longest);
-  if (params.deterministic && !first_are_longest) {
-    // Tiles that take turns one after the other start one after the other, see Turns: at any time
-    // tiles of about `section` heads run.
-    a.order.section = std::clamp(device.sms / Kernels::kBlocks / std::max(a.order.m_blocks, 1), 1,
-                                 std::max(a.order.heads, 1));
+  const int slots = device.sms / Kernels::kBlocks;
+  if (first_are_longest || params.deterministic) {
+    a.order.section =
+        choose_section(a.order, slots, first_are_longest, params.deterministic, kTile.wide());
   }
   const BackwardWorkspace w = backward_layout(params);
   char* workspace = static_cast<char*>(params.workspace);
   a.statistics = reinterpret_cast<float*>(workspace);
   a.gradient = reinterpret_cast<float*>(workspace + w.gradient);
   a.tickets = params.deterministic ? reinterpret_cast<int*>(workspace + w.tickets) : nullptr;
+  // Under a causal mask two tiles of a head that run at the same time are two blocks apart.
+  a.turn_mask = !kTile.wide() && p.window_right >= 0 ? 1 : 0;
   a.counter = reinterpret_cast<int*>(workspace + w.counter);
 
   if (p.total_q > 0 && p.total_k > 0 &&
@@ -139,8 +158,7 @@ cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cuda
   backward_preprocess_kernel<Config><<<std::max(places, 1u), kPreprocessThreads, 0, stream>>>(a);
   cudaError_t error = cudaGetLastError();
   if (error == cudaSuccess && tiles > 0) {
-    const auto blocks =
-        static_cast<unsigned>(std::min(a.tiles, device.sms / Kernels::kBlocks) * Kernels::kBlocks);
+    const auto blocks = static_cast<unsigned>(std::min(a.tiles, slots) * Kernels::kBlocks);
     error = launch_kernel(Kernels::kMain, blocks, kTile.threads(), kSharedBytes, stream, a);
   }
   if (error == cudaSuccess && places > 0 && !a.whole_heads) {

@@ -77,9 +77,7 @@ __global__ void __launch_bounds__(kPreprocessThreads)
       gradient[i * kPreprocessThreads + thread] = float4{};
     }
   }
-  if (a.tickets != nullptr && thread < Config::kTickets) {
-    a.tickets[int64_t{place} * Config::kTickets + thread] = 0;
-  }
+  if (a.tickets != nullptr && thread == 0) a.tickets[place] = 0;
 
   // The first lane of a row stores its statistics. It loads lse with the row, not when delta is
   // there: the thread block then waits once.

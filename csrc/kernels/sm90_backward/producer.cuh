@@ -142,7 +142,7 @@ __device__ __forceinline__ void produce(const BackwardArguments& a, BackwardShar
   const Timeline timeline(BackwardLane::kProducer, true);
 #pragma unroll 1
   for (int n = 0;; ++n) {
-    const Slot<Config::kTileBuffers> slot(n);
+    const Slot<kTileBuffers> slot(n);
     timeline.tile(n, BackwardProducerTile::kAwaitTile);
     ptx::mbarrier_wait(ptx::shared_address(&s.tile_full[slot.stage]), slot.parity);
     if (s.tile[slot.stage].rows == 0) break;

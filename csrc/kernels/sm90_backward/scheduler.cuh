@@ -49,7 +49,7 @@ __device__ __forceinline__ void schedule(const BackwardArguments& a, BackwardSha
   __syncwarp();
 #pragma unroll 1
   for (;;) {
-    const Slot<Config::kTileBuffers> slot(next.number);
+    const Slot<kTileBuffers> slot(next.number);
     KeyTile& t = s.tile[slot.stage];
     timeline.tile(next.number, BackwardSchedulerTile::kAwaitSlot);
     ptx::mbarrier_wait(ptx::shared_address(&s.tile_empty[slot.stage]), slot.parity ^ 1);

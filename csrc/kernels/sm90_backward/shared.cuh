@@ -18,6 +18,8 @@
 
 namespace attnscope::sm90 {
 
+inline constexpr int kTileBuffers = 2;  // for descriptions of tiles
+
 template <class Element_, int kRow>
 struct BackwardConfig {
   using Element = Element_;
@@ -28,10 +30,9 @@ struct BackwardConfig {
   static constexpr int kStages = kTile.stages;
   static constexpr int kKeyStages = kTile.key_stages();
   static constexpr int kValueStages = kTile.value_stages();
-  static constexpr int kTileBuffers = 2;
   static constexpr int kConsumers = kTile.consumers();
   static constexpr int kThreads = kTile.threads();
-  static constexpr int kTickets = kTile.tickets();  // of a block of queries
+  static constexpr int kAdders = 1;  // to a ticket, for each tile
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
   static constexpr int kGradientStages = kTile.gradient_stages();
@@ -114,9 +115,9 @@ struct BackwardShared {
   alignas(128) float dq[Config::kGradientStages][Config::kGradientFloats];  // on its way out
   alignas(128) float lse_log2[kStages][Config::kBlockM];
   alignas(128) float delta[kStages][Config::kBlockM];
-  KeyTile tile[Config::kTileBuffers];
+  KeyTile tile[kTileBuffers];
   NextTile next;
-  uint64_t tile_full[Config::kTileBuffers], tile_empty[Config::kTileBuffers];
+  uint64_t tile_full[kTileBuffers], tile_empty[kTileBuffers];
   uint64_t tile_wanted;  // all loads of a tile have been issued
   uint64_t k_full[Config::kKeyStages], k_empty[Config::kKeyStages];
   uint64_t v_full[Config::kValueStages], v_empty[Config::kValueStages];
@@ -125,7 +126,8 @@ struct BackwardShared {
   uint64_t empty[kStages];      // all four
   uint64_t ds_full[2], ds_empty[2];
   uint64_t dq_full[Config::kGradientStages], dq_empty[Config::kGradientStages];
-  uint64_t dq_done;  // whole heads: all of a head's dQ is in global memory
+  uint64_t turn_full, turn_empty;  // deterministic calls
+  uint64_t dq_done;                // whole heads: all of a head's dQ is in global memory
 #ifdef ATTNSCOPE_FAULTS
   LateLoad late_load;
 #endif
@@ -149,8 +151,9 @@ struct BackwardArguments {
   int tiles;         // of keys, in the whole call; whole heads: key heads of the batch
   float* statistics;
   float* gradient;
-  int* tickets;  // null unless deterministic
-  int* claims;   // null if the preprocess zeroes dQ, or if heads are whole; see claims.cuh
+  int* tickets;   // null unless deterministic
+  int turn_mask;  // a turn is one block of queries: 0; two, the first one even: 1
+  int* claims;    // null if the preprocess zeroes dQ, or if heads are whole; see claims.cuh
   int* counter;
 };
 

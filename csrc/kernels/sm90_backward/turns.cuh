@@ -1,10 +1,11 @@
 // Turns: the order in which key blocks add to dQ in a deterministic call.
 //
-// Writers take turns: the ticket of (query head, two blocks of queries) counts the key blocks that
-// have added. The last key block that a query sees adds first, the others in descending order:
-// under a causal mask a tile then starts at the blocks of queries where its turn is the first. A
-// turn for each block takes longer than a step at head dim 128: waits for additions, and for the
-// ticket.
+// A ticket counts the key blocks that have added to a block of queries of a head, or to two, see
+// `turn_mask`. The last key block that a query sees adds first, the others in descending order:
+// under a causal mask a tile then starts at the blocks of queries where its turn is the first.
+//
+// One thread waits for the turns, ahead of who adds dQ. Who waits for the ticket, and then for its
+// own additions, has little time left for dQ.
 //
 // Progress: tiles are taken from a counter, the last key blocks of a sequence first, and a thread
 // block (wide: a cluster) works on its tiles in this order. A tile waits only for tiles of later
@@ -12,61 +13,74 @@
 // first one runs and waits for none.
 #pragma once
 
+#include "kernels/sm90_backward/barriers.cuh"
 #include "kernels/sm90_backward/shared.cuh"
 #include "ptx/reduce.cuh"
 #include "ptx/sync.cuh"
-#include "ptx/tma.cuh"
 
 namespace attnscope::sm90 {
 
-// Bounds that descend (the contents of cu_seqlens are not trusted) may hide tiles: then nobody
-// waits.
-__device__ __forceinline__ void await_turn(const BackwardArguments& a, const int* ticket,
-                                           int turn) {
-  inject(Fault::kTurn, turn);
-  while (kGuardedRing && ptx::load_acquire(ticket) < turn && a.counter[1] == 0) {
-  }
-}
-
-// How many key blocks of kBlockN keys add to a block of kBlockM queries before tile `t` does.
-template <int kBlockM, int kBlockN>
-__device__ __forceinline__ int turn_number(const BackwardArguments& a, const KeyTile& t,
-                                           int block) {
-  const ForwardParams& p = a.params.forward;
-  const Window window{t.seqlen_k - t.seqlen_q, p.window_left, p.window_right};
-  const int last_row = min((block + 1) * kBlockM, t.seqlen_q) - 1;
-  return (window.end_key(last_row, t.seqlen_k) - 1) / kBlockN - t.key_block;
-}
-
 template <class Config>
 struct Turns {
+  // How many key blocks add to a block of queries before tile `t` does.
   __device__ __forceinline__ static int number(const BackwardArguments& a, const KeyTile& t,
                                                int block) {
-    return turn_number<Config::kBlockM, Config::kBlockN>(a, t, block);
+    const ForwardParams& p = a.params.forward;
+    const Window window{t.seqlen_k - t.seqlen_q, p.window_left, p.window_right};
+    const int last_row = min((block + 1) * Config::kBlockM, t.seqlen_q) - 1;
+    return (window.end_key(last_row, t.seqlen_k) - 1) / Config::kBlockN - t.key_block;
   }
 
   // Whether a turn of tile `t` begins at `block`.
-  __device__ __forceinline__ static bool begins(const KeyTile& t, int block) {
-    return block == t.begin || block % 2 == 0;
+  __device__ __forceinline__ static bool begins(const BackwardArguments& a, const KeyTile& t,
+                                                int block) {
+    return block == t.begin || (block & a.turn_mask) == 0;
   }
 
-  // Waits until all earlier key blocks have added to dQ of `block`, which is number `place` of all,
-  // and of the other block with this turn. Returns the number of their ticket.
-  __device__ __forceinline__ static int await(const BackwardArguments& a, const KeyTile& t,
-                                              int place, int block) {
-    const int ticket = place - block % 2;
-    await_turn(a, a.tickets + ticket, number(a, t, block | 1));
-    ptx::fence_proxy_async_global();
-    return ticket;
+  // The number of the ticket of a block of queries, which is number `place` of all.
+  __device__ __forceinline__ static int ticket(const BackwardArguments& a, int place, int block) {
+    return place - (block & a.turn_mask);
   }
 
-  // Waits for this thread's additions, and passes the turn on.
-  __device__ __forceinline__ static void finish(const BackwardArguments& a, int ticket) {
-    ptx::tma_store_wait<0>();
-    ptx::fence_proxy_async_global();
-    inject(Fault::kTurn, ticket);
-    ptx::release_add(a.tickets + ticket);
+  // Waits until all earlier key blocks have added to all blocks of the turn that begins at `block`.
+  // Bounds that descend (the contents of cu_seqlens are not trusted) may hide tiles: then nobody
+  // waits.
+  __device__ __forceinline__ static void await(const BackwardArguments& a, const KeyTile& t,
+                                               int place, int block) {
+    const int* const counter = a.tickets + ticket(a, place, block);
+    const int adders = number(a, t, block | a.turn_mask) * Config::kAdders;
+    inject(Fault::kTurn, place);
+    while (kGuardedRing && ptx::load_acquire(counter) < adders && a.counter[1] == 0) {
+    }
   }
 };
+
+// Waits for all turns of a thread block, one after the other. One thread.
+template <class Config, class Shared>
+__device__ __forceinline__ void await_turns(const BackwardArguments& a, Shared& s) {
+  using Turns = sm90::Turns<Config>;
+  int turns = 0;
+  ptx::await_kernel_before();
+#pragma unroll 1
+  for (int n = 0;; ++n) {
+    const Slot<kTileBuffers> slot(n);
+    wait(s.tile_full[slot.stage], slot.parity);
+    const KeyTile& t = s.tile[slot.stage];
+    if (t.rows == 0) return;
+    // Read before the last turn of the tile has come: then the description may change.
+    const int begin = t.begin, end = t.end;
+    int place = t.head_kv * a.group * a.query_blocks + t.first_block;
+#pragma unroll 1
+    for (int head = 0; head < a.group; ++head, place += a.query_blocks) {
+#pragma unroll 1
+      for (int block = begin; block < end; block = (block | a.turn_mask) + 1) {
+        Turns::await(a, t, place + block, block);
+        wait(s.turn_empty, turns & 1 ^ 1);
+        ptx::mbarrier_arrive(ptx::shared_address(&s.turn_full));
+        ++turns;
+      }
+    }
+  }
+}
 
 }  // namespace attnscope::sm90

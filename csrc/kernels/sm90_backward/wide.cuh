@@ -2,8 +2,8 @@
 //
 // Problem   dq, dk, dv of out = softmax(mask(cap(q k^T scale))) v, see attn/params.h.
 // Roles     A cluster of two thread blocks, 64 keys each. Warpgroup 0: one thread loads by TMA, one
-//           warp takes tiles. 1: S^T, P^T, dV. 2: dP^T, dS^T, dK. 3: dQ, and its way to global
-//           memory.
+//           waits for turns, one passes them on, and one warp takes tiles. 1: S^T, P^T, dV. 2:
+//           dP^T, dS^T, dK. 3: dQ, and its way to global memory.
 // Pipeline  A cluster takes tiles of 128 keys one after the other. Steps over the query heads and
 //           query blocks that see them. P^T and dS^T stay in registers as A operands of dV += P^T
 //           dO and dK += dS^T Q. Through shared memory go P, to 2, and dS, to 3 of both blocks:
@@ -24,7 +24,7 @@
 namespace attnscope::sm90 {
 
 template <class Config>
-__device__ __forceinline__ void init_barriers(WideShared<Config>& s) {
+__device__ __forceinline__ void init_barriers(WideShared<Config>& s, bool takes_turns) {
   using ptx::shared_address;
   const auto init = [](uint64_t& barrier, int arrivals) {
     ptx::mbarrier_init(shared_address(&barrier), arrivals);
@@ -32,7 +32,7 @@ __device__ __forceinline__ void init_barriers(WideShared<Config>& s) {
   // One warpgroup of each rank.
   constexpr int kArrivals = 4 * Config::kRanks * kWarpArrivals;
   for (uint64_t& barrier : s.tile_full) init(barrier, kWarpArrivals);
-  for (uint64_t& barrier : s.tile_empty) init(barrier, 12 * kWarpArrivals + 1);
+  for (uint64_t& barrier : s.tile_empty) init(barrier, 12 * kWarpArrivals + (takes_turns ? 2 : 1));
   init(s.tile_wanted, 1);
   init(s.index_full, 1);
   init(s.index_empty, 1);
@@ -49,6 +49,9 @@ __device__ __forceinline__ void init_barriers(WideShared<Config>& s) {
   init(s.weights_empty, 4 * kWarpArrivals);
   for (uint64_t& barrier : s.ds_full) init(barrier, 1);
   for (uint64_t& barrier : s.ds_empty) init(barrier, kArrivals);
+  init(s.turn_full, 1);
+  init(s.turn_added, 4 * kWarpArrivals);
+  init(s.turn_empty, 1);
   ptx::fence_mbarrier_init();
 }
 
@@ -60,7 +63,7 @@ __global__ void __cluster_dims__(Config::kRanks, 1, 1) __launch_bounds__(Config:
   const int rank = ptx::uniform(ptx::cluster_rank());
 
   if (threadIdx.x == 0) {
-    init_barriers<Config>(s);
+    init_barriers<Config>(s, a.tickets != nullptr);
     init_late_loads(s);
   }
   ptx::cluster_sync();  // before a block writes to the other's shared memory
@@ -71,8 +74,10 @@ __global__ void __cluster_dims__(Config::kRanks, 1, 1) __launch_bounds__(Config:
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     if (threadIdx.x / 32 == 3) schedule_wide<Config>(a, s, rank);
     if (threadIdx.x == 0) produce_wide<Config>(a, s, rank);
+    if (a.tickets != nullptr && threadIdx.x == 32) pass_turns<Config>(a, s);
+    if (a.tickets != nullptr && threadIdx.x == 64) await_turns<WideTileConfig>(a, s);
 #ifdef ATTNSCOPE_FAULTS
-    if (threadIdx.x == 64) {
+    if (threadIdx.x == 80) {
       issue_late_loads(s, [&](const LateLoad& copy) { issue_late_load<Config>(a, s, rank, copy); });
     }
 #endif

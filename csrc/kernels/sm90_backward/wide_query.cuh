@@ -17,8 +17,6 @@ class QueryConsumer : WideRole<Config> {
   static constexpr int kRanks = Config::kRanks, kColumnBlocks = Config::kColumnBlocks;
   static_assert(Config::kProductColumns == 64, "a product is a column block");
   static constexpr int kBarrier = 3;
-  // A rank computes the same columns in each tile: one turn serves all products of a step.
-  static constexpr bool kOneTurn = kColumnBlocks == 4;
   using Gradient = float[Config::kProductColumns / 2];
 
  public:
@@ -50,22 +48,20 @@ class QueryConsumer : WideRole<Config> {
         if (!kGuardedRing && j + 1 == products) Base::release_ranks(s.ds_empty[slot.stage]);
         inject(Fault::kRelease, 2 * (first + i) + j);
         issue_query_gradient(dq, slot.stage, column);
-        if (a.tickets != nullptr && (j == 0 || !kOneTurn)) {
-          pass_turn();
-          await_turn(column);
-        }
+        if (j == 0) finish_turn();
         ptx::wgmma_wait<0>();
         ptx::pin_registers(dq);
         if (kGuardedRing && j + 1 == products) Base::release_ranks(s.ds_empty[slot.stage]);
         if (j + 1 == products && i + 1 == steps) release(s.k_empty);
+        if (j == 0 && a.tickets != nullptr) take_turn(first + i);
         add(dq, column);
       }
-      if (!Config::kStagesGradient && a.tickets != nullptr) pass_turn();
+      if constexpr (!Config::kStagesGradient) finish_turn();
       place += block == end - 1 ? begin - block : 1;
       Base::advance_block();
       if (block == start) place += a.query_blocks;  // the next head's
     }
-    pass_turn();
+    finish_turn();
     Base::release_tile();
   }
 
@@ -150,37 +146,57 @@ class QueryConsumer : WideRole<Config> {
     }
   }
 
-  // Deterministic calls: each warp has turns of its own, see turns.cuh. By TMA, a turn is passed on
-  // beside the next product, when its additions have long completed; from registers at once, by a
-  // release that completes after them.
-  __device__ __forceinline__ void await_turn(int column) {
-    const int number = turn_number<kBlockM, WideTileConfig::kBlockN>(a, Base::tile(), block);
-    turn = ticket(column);
-    if (threadIdx.x % 32 == 0) {
-      sm90::await_turn(a, turn, number);
-      ptx::fence_proxy_async_global();
-    }
-    __syncwarp();
+  // Deterministic calls: a step is a turn, see turns.cuh.
+  __device__ __forceinline__ void take_turn(int step) {
+    wait(s.turn_full, step & 1);
+    if constexpr (Config::kStagesGradient) ptx::fence_proxy_async_global();
+    has_turn = true;
   }
-  __device__ __forceinline__ void pass_turn() {
-    __syncwarp();  // the release covers the additions of all lanes
-    if (threadIdx.x % 32 == 0 && turn != nullptr) {
-      if constexpr (Config::kStagesGradient) {
+
+  // This warp has added its part of dQ of a step. By TMA it says so beside the next product, when
+  // the additions have long completed.
+  __device__ __forceinline__ void finish_turn() {
+    if (!has_turn) return;
+    if constexpr (Config::kStagesGradient) {
+      if (threadIdx.x % 32 == 0) {
         ptx::tma_store_wait<0>();
         ptx::fence_proxy_async_global();
       }
-      inject(Fault::kTurn, place);
-      ptx::release_add(turn);
     }
-    turn = nullptr;
-    __syncwarp();
-  }
-  __device__ __forceinline__ int* ticket(int column) const {
-    return a.tickets + (int64_t{place} * kColumnBlocks + column) * 4 + threadIdx.x / 32 % 4;
+    inject(Fault::kTurn, place);
+    release(s.turn_added);
+    has_turn = false;
   }
 
-  int place;            // of dQ: its block among those of all heads
-  int* turn = nullptr;  // the ticket of the turn that has not been passed on
+  int place;  // of dQ: its block among those of all heads
+  bool has_turn = false;
 };
+
+// Passes on the turns of a thread block, one after the other, when the QueryConsumer's warps have
+// added. One thread.
+template <class Config>
+__device__ __forceinline__ void pass_turns(const BackwardArguments& a, WideShared<Config>& s) {
+  int turns = 0;
+#pragma unroll 1
+  for (int n = 0;; ++n) {
+    const Slot<kTileBuffers> slot(n);
+    wait(s.tile_full[slot.stage], slot.parity);
+    const KeyTile& t = s.tile[slot.stage];
+    if (t.rows == 0) return;
+    int* ticket = a.tickets + t.head_kv * a.group * a.query_blocks + t.first_block + t.begin;
+    const int blocks = t.end - t.begin;
+    ptx::mbarrier_arrive(ptx::shared_address(&s.tile_empty[slot.stage]));
+#pragma unroll 1
+    for (int head = 0; head < a.group; ++head, ticket += a.query_blocks) {
+#pragma unroll 1
+      for (int i = 0; i < blocks; ++i, ++turns) {
+        wait(s.turn_added, turns & 1);
+        ptx::mbarrier_arrive(ptx::shared_address(&s.turn_empty));
+        inject(Fault::kTurn, turns);
+        ptx::release_add(ticket + i);
+      }
+    }
+  }
+}
 
 }  // namespace attnscope::sm90

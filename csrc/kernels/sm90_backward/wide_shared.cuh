@@ -13,6 +13,7 @@ struct WideTileConfig {
   static constexpr int kBlockN = 64 * kWideRanks;
   static constexpr int kConsumers = kWideRanks;
   static constexpr bool kSeenToEnd = false;
+  static constexpr int kAdders = kWideRanks;  // to a ticket, for each tile
 };
 
 template <class Element_, int kRow>
@@ -36,7 +37,6 @@ struct WideConfig {
   static constexpr int kStagedFloats = 512;
   static constexpr int kScoreStages = kTile.score_stages();
   static constexpr int kThreads = kTile.threads();
-  static constexpr int kTickets = kTile.tickets();  // of a block of queries
   // Each multiprocessor has 512 registers for the four threads of one number. The first warpgroup
   // loads, the others see wide.cuh.
   static constexpr int kProducerRegisters = 32;
@@ -98,11 +98,11 @@ struct WideShared {
       Config::kStagesGradient ? 4 * Config::kGradientStages * Config::kStagedFloats : 1;
   alignas(128) float dq[kStaged];
   alignas(128) float statistics[kQueryBuffers][2][Config::kBlockM];  // lse_log2, delta
-  KeyTile tile[2];
+  KeyTile tile[kTileBuffers];
   alignas(16) int taken[4];  // rank 0: the index of a tile, on its way to rank 1
   alignas(16) int index[4];  // rank 1: the same, received
   int number;                // of the tile that the scheduler takes next
-  uint64_t tile_full[2], tile_empty[2];
+  uint64_t tile_full[kTileBuffers], tile_empty[kTileBuffers];
   uint64_t tile_wanted;              // all loads of a tile have been issued
   uint64_t index_full, index_empty;  // of rank 1, of rank 0
   uint64_t k_full, v_full, peer_full;
@@ -113,8 +113,9 @@ struct WideShared {
   uint64_t dout_full[kDoutBuffers];
   uint64_t dout_empty[kDoutBuffers];  // *
   uint64_t weights_full, weights_empty;
-  uint64_t ds_full[kScoreBuffers];   // dS of all ranks
-  uint64_t ds_empty[kScoreBuffers];  // *
+  uint64_t ds_full[kScoreBuffers];             // dS of all ranks
+  uint64_t ds_empty[kScoreBuffers];            // *
+  uint64_t turn_full, turn_added, turn_empty;  // deterministic calls
 #ifdef ATTNSCOPE_FAULTS
   LateLoad late_load;
 #endif

@@ -9,28 +9,41 @@
 
 namespace attnscope::sm90 {
 
-// Adds dQ of one tile. `count` counts the blocks that were added.
+// Waits for this thread's additions, and passes the turn on.
+__device__ __forceinline__ void pass_turn(const BackwardArguments& a, int ticket) {
+  ptx::tma_store_wait<0>();
+  ptx::fence_proxy_async_global();
+  inject(Fault::kTurn, ticket);
+  ptx::release_add(a.tickets + ticket);
+}
+
+// Adds dQ of one tile. `count` counts the blocks that were added, `turns` the turns.
 template <class Config>
 __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardShared<Config>& s,
-                                           const KeyTile& t, int& count, const Timeline& timeline) {
+                                           const KeyTile& t, int& count, int& turns,
+                                           const Timeline& timeline) {
   // Numbers of the block, among those of all heads; whole heads: of the thread block's place.
   const int blocks = a.whole_heads ? a.dense_queries.divisor : a.query_blocks;
   const int first =
       a.whole_heads ? blockIdx.x * a.group * blocks : t.head_kv * a.group * blocks + t.first_block;
   const bool ordered = a.whole_heads || a.tickets != nullptr;
-  int added = -1;  // deterministic calls: the ticket of the turn that has not been passed on yet
+  int turn = -1;  // deterministic calls: the ticket of the turn that was not passed on yet
 #pragma unroll 1
   for (int head = 0; head < a.group; ++head) {
     int block = t.start;
 #pragma unroll 1
-    for (int n = t.begin; n < t.end; ++n, block = t.block_after(block)) {
+    do {
       const int place = first + head * blocks + block;
       timeline.step(count, BackwardWriterStep::kAwaitGradient);
       // While the consumers still work on the block, the last turn is passed on, and this one
-      // arrives.
-      if (a.tickets != nullptr && Turns<Config>::begins(t, block)) {
-        if (added >= 0) Turns<Config>::finish(a, added);
-        added = Turns<Config>::await(a, t, place, block);
+      // comes.
+      if (a.tickets != nullptr && Turns<Config>::begins(a, t, block)) {
+        if (turn >= 0) pass_turn(a, turn);
+        turn = Turns<Config>::ticket(a, place, block);
+        wait(s.turn_full, turns & 1);
+        ptx::mbarrier_arrive(ptx::shared_address(&s.turn_empty));
+        ptx::fence_proxy_async_global();
+        ++turns;
       }
       const Slot<Config::kGradientStages> slot(count++);
       const uint32_t full = ptx::shared_address(&s.dq_full[slot.stage]);
@@ -62,9 +75,10 @@ __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardS
         timeline.step(count - 1, BackwardWriterStep::kPublish);
         publish_claim(a, place);
       }
-    }
+      block = t.block_after(block);
+    } while (block != t.start);
   }
-  if (added >= 0) Turns<Config>::finish(a, added);
+  if (turn >= 0) pass_turn(a, turn);
   if (a.whole_heads && t.key_block == 0) {
     ptx::tma_store_wait<0>();
     ptx::fence_proxy_async_global();
@@ -75,12 +89,12 @@ __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardS
 template <class Config>
 __device__ __forceinline__ void write_query_gradients(const BackwardArguments& a,
                                                       BackwardShared<Config>& s) {
-  int count = 0;
+  int count = 0, turns = 0;
   const Timeline timeline(BackwardLane::kWriter, true);
   ptx::await_kernel_before();
 #pragma unroll 1
   for (int n = 0;; ++n) {
-    const Slot<Config::kTileBuffers> slot(n);
+    const Slot<kTileBuffers> slot(n);
     const KeyTile& t = s.tile[slot.stage];
     timeline.tile(n, BackwardWriterTile::kAwaitTile);
     ptx::mbarrier_wait(ptx::shared_address(&s.tile_full[slot.stage]), slot.parity);
@@ -88,7 +102,7 @@ __device__ __forceinline__ void write_query_gradients(const BackwardArguments& a
       timeline.finish(n, count);
       return;
     }
-    write_tile<Config>(a, s, t, count, timeline);
+    write_tile<Config>(a, s, t, count, turns, timeline);
     ptx::mbarrier_arrive(ptx::shared_address(&s.tile_empty[slot.stage]));
   }
 }

@@ -12,9 +12,9 @@ using namespace attnscope::sm90;
 
 namespace {
 
-template <int kRows, int kKeys, int kParts, bool kToEnd = false>
+template <int kRows, int kKeys, int kParts, bool kToEnd = false, int kRanks = 1>
 struct TileConfig {
-  static constexpr int kBlockM = kRows, kBlockN = kKeys, kConsumers = kParts;
+  static constexpr int kBlockM = kRows, kBlockN = kKeys, kConsumers = kParts, kAdders = kRanks;
   static constexpr bool kSeenToEnd = kToEnd;
 };
 
@@ -30,7 +30,7 @@ int blocks_of(int rows, int block) { return (rows + block - 1) / block; }
 
 // The message of what is wrong, or null. `section`: see TileOrder.
 template <class Config>
-const char* check(const Call& c, int section) {
+const char* check(const Call& c, int section, int turn_mask) {
   const bool packed = !c.cu_q.empty();
   int counter[2] = {};
   BackwardArguments a{};
@@ -56,6 +56,7 @@ const char* check(const Call& c, int section) {
   a.order = {blocks_of(c.seqlen_k, Config::kBlockN), c.batch * c.heads_kv, section, 0};
   int ticket = 0;
   a.tickets = &ticket;
+  a.turn_mask = turn_mask;
 
   std::vector<int> added(static_cast<size_t>(c.heads_kv) * a.query_blocks);
   const char* wrong = nullptr;
@@ -66,16 +67,17 @@ const char* check(const Call& c, int section) {
       __syncwarp();
       if (threadIdx.x == 0 && t.rows > 0) {
         for (int block = t.begin; block < t.end; ++block) {
-          if (!Turns<Config>::begins(t, block)) continue;
+          if (!Turns<Config>::begins(a, t, block)) continue;
+          const int place = t.head_kv * a.query_blocks + t.first_block + block;
           const auto waits = [&](int value) {
             ticket = value;
             g_loads = 0;
-            if (Turns<Config>::await(a, t, block % 2, block) != 0) wrong = "another ticket";
+            Turns<Config>::await(a, t, block & turn_mask, block);
             return g_loads > 1;
           };
-          int& count = added.at(t.head_kv * a.query_blocks + t.first_block + block - block % 2);
-          if (waits(count)) wrong = "a tile waits for one of a higher number";
-          if (!waits(count - 1)) wrong = "a tile does not wait for one before it";
+          int& count = added.at(Turns<Config>::ticket(a, place, block));
+          if (waits(count * Config::kAdders)) wrong = "a tile waits for one of a higher number";
+          if (!waits(count * Config::kAdders - 1)) wrong = "a tile does not wait for one before it";
           ++count;
           ++g_turns;
         }
@@ -110,10 +112,14 @@ const char* check_all(const Call& c) {
   const int heads = c.batch * c.heads_kv;
   for (const int section : {1, 2, heads}) {
     if (section > heads) continue;
-    const char* wrong = check<TileConfig<64, 192, 3>>(c, section);
-    if (wrong == nullptr) wrong = check<TileConfig<64, 128, 2>>(c, section);
-    if (wrong == nullptr && c.left < 0) wrong = check<TileConfig<80, 128, 2, true>>(c, section);
-    if (wrong != nullptr) return wrong;
+    for (const int turn_mask : {0, 1}) {
+      const char* wrong = check<TileConfig<64, 192, 3>>(c, section, turn_mask);
+      if (wrong == nullptr) wrong = check<TileConfig<64, 128, 2, false, 2>>(c, section, turn_mask);
+      if (wrong == nullptr && c.left < 0) {
+        wrong = check<TileConfig<80, 128, 2, true>>(c, section, turn_mask);
+      }
+      if (wrong != nullptr) return wrong;
+    }
   }
   return nullptr;
 }
