@@ -2,8 +2,7 @@
 //
 // Problem   dq, dk, dv of out = softmax(mask(cap(q k^T scale))) v, see attn/params.h.
 // Roles     In warpgroup 0 one thread loads by TMA, one adds dQ by TMA, one waits for turns, and
-// one
-//           warp takes tiles. The other warpgroups consume: each owns 64 keys.
+//           one warp takes tiles. The other warpgroups consume: each owns 64 keys.
 // Pipeline  A thread block takes tiles of 128 or 192 keys one after the other, and loops over the
 //           query heads and blocks of 64 or 80 queries that see them. S^T = K Q^T and dP^T = V dO^T
 //           give P^T and dS^T in registers, as A operands of dV += P^T dO and dK += dS^T Q. Shared
