@@ -160,8 +160,9 @@ def choose_forward(call: Call) -> dict[str, Any]:
 def choose_backward(call: Call) -> dict[str, Any]:
     """Return which kernel and which tile serve the backward of a call, as `choose_forward` does.
 
-    Both ops take the Hopper kernels by the same rule. `tiles` are of keys. A Hopper call that takes
-    heads whole (docs/kernels/sm90_backward.md) may have fewer thread blocks.
+    Both ops take the Hopper kernels by the same rule. `tiles` are of keys. Hopper kernels split the
+    last `split_tiles` of them over their queries, in `parts` each. A call that takes heads whole
+    (docs/kernels/sm90_backward.md) may have fewer thread blocks, and has no parts.
     """
     return _choose("choose_backward", call)
 
@@ -215,6 +216,8 @@ def print_choice(call: Call, choice: dict[str, Any]) -> None:
         f"thread blocks; {call.sms} SMs of compute capability {major}.{minor} keep "
         f"{choice['resident_blocks']:,}: {at_most}{choice['waves']:,} waves ({waves:.2f})"
     )
+    if split := choice.get("split_tiles", 0):
+        say(f"the last {split:,} tiles are split over their queries, in {choice['parts']} parts")
 
 
 def device_facts(arch: str | None, sms: int | None) -> tuple[int, int]:

@@ -312,7 +312,7 @@ BACKWARD_CHOICES = {
     ),
     "short head dim": (
         {"head_dim": 64, "head_dim_v": 40, "seqlen_k": 100, "heads_kv": 4},
-        ("sm90_backward", "64x128", 64, 16, 16, 1),
+        ("sm90_backward", "64x128", 64, 16, 128, 1),
     ),
     "many short tiles": (
         {"head_dim": 64, "head_dim_v": 64},
@@ -350,6 +350,27 @@ def test_the_tile_that_serves_a_backward_call(name):
     assert (found["tiles"], found["blocks"], found["waves"]) == (tiles, blocks, waves)
 
 
+# What differs from BASE -> (tiles that are split over their queries, parts of each).
+PARTS = {
+    "last wave": ({}, (68, 3)),
+    "last wave of clusters": ({"head_dim": 256}, (2, 16)),
+    "short tiles": ({"seqlen_q": 200}, (0, 1)),
+    "causal": ({"causal": True}, (0, 1)),
+    "causal, few tiles": ({"causal": True, "batch": 1, "heads_kv": 2}, (64, 2)),
+    "few tiles": ({"seqlen_k": 128, "heads_kv": 4}, (16, 8)),
+    "packed": ({"packed": True}, (0, 1)),
+    "no queries": ({"seqlen_q": 0}, (0, 1)),
+    "one SM": ({"sms": 1, "head_dim": 256}, (0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_the_parts_of_a_backward_call(name):
+    changes, parts = PARTS[name]
+    found = kernels.choose_backward(BASE._replace(**changes))
+    assert (found["split_tiles"], found["parts"]) == parts
+
+
 def run(*arguments: str):
     app = Typer()
     app.command()(kernels.kernels_command)
@@ -372,6 +393,9 @@ def test_the_command_shows_the_tile_of_a_call():
     backward = run(*options, "--backward")
     assert backward.output.startswith("sm90_backward, tile 64x128 at head dim 64: least rounds")
     assert "4,096 tiles of up to 128 keys, 132 thread blocks" in backward.output
+    assert "the last 4 tiles are split" not in backward.output  # two blocks of queries are few
+    long = run("--head-dim", "128", "--seq-len", "4096", "--arch", "sm90", "--backward")
+    assert "the last 68 tiles are split over their queries, in 3 parts" in long.output
     portable = run("--head-dim", "64", "--seq-len", "128", "--arch", "sm80", "--backward")
     assert "not sm90_backward: the device has compute capability 8.0" in portable.output
     packed = run("--head-dim", "64", "--seq-len", "128", "--packed", "--arch", "sm90")

@@ -2,7 +2,8 @@
 
 tests/kernels/emulator replaces the PTX wrappers. tests/stress/test_backward_model.py explores the
 hand-over of a turn; this checks the numbers: a tile waits for tiles of lower numbers alone, and for
-as many as add before it. Thread blocks take tiles by number, so no wait can last for ever.
+as many as add before it. Thread blocks take tiles by number, so no wait can last for ever. Parts of
+a tile count as tiles here: they have its blocks, each once.
 """
 
 import re
@@ -32,5 +33,5 @@ def test_a_tile_waits_for_the_tiles_before_it_alone(tmp_path):
     subprocess.run([*command, folder / "sm90_turns.cpp", "-o", program], check=True)
     result = subprocess.run([program], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
-    (turns,) = re.findall(r"^(\d+) turns in order$", result.stdout, re.MULTILINE)
-    assert int(turns) > 9_000
+    ((turns, parts),) = re.findall(r"^(\d+) turns in order, (\d+) parts$", result.stdout, re.M)
+    assert int(turns) > 9_000 and int(parts) > 9_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attnscope import attention, attention_varlen
 from attnscope.attention_flops import forward_flops
+from attnscope.kernels import Call, choose_backward
 
 pytestmark = pytest.mark.gpu
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -164,6 +166,61 @@ def test_short_heads_that_fill_the_card(bf16_target, head_dim, group, mask):
     options = {**MASKS[mask], "dout": dout, "dlse": dlse, "deterministic": True}
     first, second = (gradients(bf16_target, *qkv, **options) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+PARTS = {  # batch, queries, keys, heads, key heads, head dim
+    "192 keys": (1, 1000, 300, 8, 4, 64),
+    "128 keys": (1, 517, 517, 32, 16, 64),
+    "64 queries": (1, 1000, 700, 8, 2, 128),
+    "80 queries": (2, 4200, 333, 3, 3, 96),
+    "wide": (1, 1000, 333, 8, 2, 256),
+    "less wide": (1, 700, 1000, 4, 1, 192),
+    "more keys than queries": (1, 333, 2000, 4, 1, 128),
+}
+SPLITS_WAVES = {  # without a mask the last of several waves is split
+    "narrow wave": (1, 2100, 700, 25, 25, 128),
+    "short wave": (8, 1027, 2051, 24, 12, 64),
+    "wide wave": (1, 1000, 700, 12, 12, 256),
+}
+
+
+def parts_of(q, k, v, causal=False, window=(-1, -1), softcap=0.0) -> int:
+    device = torch.cuda.get_device_properties(q.device)
+    call = Call(
+        q.shape[-1], v.shape[-1], q.shape[1], k.shape[1], len(q), q.shape[2], k.shape[2], causal,
+        window, False, softcap, device.multi_processor_count, 10 * device.major + device.minor,
+    )  # fmt: skip
+    return choose_backward(call)["parts"]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_few_tiles(name, mask):
+    """Hopper: thread blocks that share a tile add up their dK and dV, always in one order."""
+    target = make_target("cuda-sm90", BF16)
+    batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = PARTS[name]
+    qkv = target.qkv(batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim)
+    if name != "80 queries" or "softcap" not in mask:
+        assert parts_of(*qkv, **MASKS[mask]) > 1
+    check_parts(target, qkv, MASKS[mask])
+
+
+@pytest.mark.parametrize("name", SPLITS_WAVES)
+def test_parts_of_the_last_wave(name):
+    target = make_target("cuda-sm90", BF16)
+    batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = SPLITS_WAVES[name]
+    qkv = target.qkv(batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim)
+    assert parts_of(*qkv) > 1
+    check_parts(target, qkv, {})
+
+
+def check_parts(target: Target, qkv: tuple[torch.Tensor, ...], options: dict[str, Any]) -> None:
+    assert_gradients_match(target, *qkv, **options)
+    dout, dlse = upstream(target, qkv[0], qkv[2])
+    call = {**options, "dout": dout, "dlse": dlse, "deterministic": True}
+    results = [gradients(target, *qkv, **call) for _ in range(3)]
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 def packed_call(target: Target, lengths: list[tuple[int, int]], head_dim: int):

@@ -1,6 +1,7 @@
 // Tiles and workspace of the Hopper backward kernels, as data. Plain C++.
 #pragma once
 
+#include <algorithm>
 #include <climits>
 #include <cstdint>
 
@@ -102,6 +103,41 @@ constexpr int64_t key_tiles(const ForwardParams& p, const BackwardTile& t) {
   return p.heads_kv * block_count(p.packed(), p.total_k, p.seqlen_k, p.batch, t.block_n);
 }
 
+// The tiles of the last wave over the SMs, each shared by thread blocks that take a part of its
+// queries: where that makes the wave shorter. Calls with few tiles have no other wave. See
+// parts.cuh.
+struct TileParts {
+  int64_t whole;  // tiles before them
+  int64_t split;
+  int parts;  // of each
+
+  constexpr int64_t bytes(const BackwardTile& t) const {  // dV and dK in fp32
+    return split * parts * t.block_n * t.head_dim * 2 * 4;
+  }
+};
+
+constexpr TileParts split_tiles(const ForwardParams& p, const BackwardTile& t, int sms) {
+  constexpr int64_t kMost = 16, kRounds = 2, kPartSteps = 4;
+  const int64_t slots = std::max(sms / (t.wide() ? kWideRanks : 1), 1);
+  const int64_t tiles = key_tiles(p, t), last = tiles % slots;
+  TileParts best{tiles, 0, 1};
+  // Where later tiles are shorter, they balance the end. A packed batch has tiles of all lengths.
+  if (p.packed() || last == 0 || (p.window_right >= 0 && tiles > last)) return best;
+  const int64_t blocks = (int64_t{p.seqlen_q} + t.block_m - 1) / t.block_m;
+  const int64_t group = p.heads_q / p.heads_kv;
+  int64_t least = blocks * group;
+  for (int64_t parts = 2; parts <= kMost && parts <= blocks; ++parts) {
+    const int64_t rounds = (parts * last + slots - 1) / slots;
+    if (rounds > kRounds) break;
+    // A part starts and ends as a tile does: that takes as long as kPartSteps.
+    const int64_t time = rounds * ((blocks + parts - 1) / parts * group + kPartSteps);
+    if (time >= least) continue;
+    least = time;
+    best = {tiles - last, last, static_cast<int>(parts)};
+  }
+  return best;
+}
+
 // The row that serves a call: of the first one and those alike but for block_n, the one whose tiles
 // take the least time on `sms` SMs. A head that fits in one tile gets one: it may then need no
 // postprocess, see takes_whole_heads.
@@ -126,11 +162,12 @@ constexpr int choose_backward(const ForwardParams& p, int sms) {
 //   gradient    dQ / scale in fp32, in the order of the accumulators, see kernel.cuh
 //   tickets     deterministic calls: how many key blocks have added, see turns.cuh
 //   claims      up to head dim 128: whether the first part of dQ is stored, see claims.cuh
+//   parts       of tiles with parts: dV and dK in fp32, see parts.cuh
 struct BackwardWorkspace {
-  int64_t statistics, gradient, tickets, claims, counter, bytes;
+  int64_t statistics, gradient, tickets, claims, parts, counter, bytes;
 };
 
-inline BackwardWorkspace backward_layout(const BackwardParams& params) {
+inline BackwardWorkspace backward_layout(const BackwardParams& params, int sms) {
   const ForwardParams& p = params.forward;
   const BackwardTile& t = kBackwardTiles[first_backward_tile(p)];  // of all that may serve it
   const int64_t blocks = p.heads_q * block_count(p.packed(), p.packed() ? p.total_q : p.seqlen_q,
@@ -140,7 +177,13 @@ inline BackwardWorkspace backward_layout(const BackwardParams& params) {
   w.gradient = aligned(blocks * t.block_m * 2 * 4);
   w.tickets = w.gradient + aligned(blocks * t.block_m * t.head_dim * 4);
   w.claims = w.tickets + aligned(params.deterministic ? blocks * 4 : 0);
-  w.counter = w.claims + aligned(t.wide() ? 0 : blocks * 4);
+  w.parts = w.claims + aligned(t.wide() ? 0 : blocks * 4);
+  int64_t part_bytes = 0;
+  for (const BackwardTile& row : kBackwardTiles) {
+    if (row.head_dim != t.head_dim) continue;
+    part_bytes = std::max(part_bytes, split_tiles(p, row, sms).bytes(row));
+  }
+  w.counter = w.parts + aligned(part_bytes);
   w.bytes = w.counter + 256;
   return w;
 }

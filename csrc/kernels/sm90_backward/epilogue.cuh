@@ -1,6 +1,7 @@
 // Stores fp32 accumulators as rows of a gradient.
 #pragma once
 
+#include "kernels/sm90_backward/parts.cuh"
 #include "kernels/sm90_backward/shared.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
@@ -64,13 +65,14 @@ struct KeyGradient {
   const Strides& stride;
   int columns;
   float factor;
+  int number;  // see first_piece
 };
 
 __device__ __forceinline__ KeyGradient value_gradient(const BackwardArguments& a) {
-  return {a.dv, a.params.dv, a.params.dv_stride, a.params.forward.head_dim_v, 1.0f};
+  return {a.dv, a.params.dv, a.params.dv_stride, a.params.forward.head_dim_v, 1.0f, 0};
 }
 __device__ __forceinline__ KeyGradient key_gradient(const BackwardArguments& a) {
-  return {a.dk, a.params.dk, a.params.dk_stride, a.params.forward.head_dim, a.scale};
+  return {a.dk, a.params.dk, a.params.dk_stride, a.params.forward.head_dim, a.scale, 1};
 }
 
 // Where row number `row` of tile `t` is.
@@ -89,6 +91,14 @@ __device__ __forceinline__ void store_key_gradients(const BackwardArguments& a, 
   using Element = typename Config::Element;
   const int first = consumer * 64 + threadIdx.x / 32 % 4 * 16;
   const auto store = [&](const float* x, const KeyGradient& gradient) {
+    if (is_part(a, t)) {
+      float4* const piece = first_piece<Config>(a, t.split, t.part, gradient.number, first);
+#pragma unroll
+      for (int block = 0; block < Config::kColumnBlocks; ++block) {
+        store_piece(piece + block * 256, x + 32 * block);
+      }
+      return;
+    }
     Element* out = row_of<Element>(gradient, t, first);
 #pragma unroll
     for (int block = 0; block < Config::kColumnBlocks; ++block) {
@@ -111,6 +121,11 @@ __device__ __forceinline__ void store_key_gradient_by_tma(const BackwardArgument
                                                           const float* x, uint32_t staging) {
   using Element = typename Config::Element;
   static_assert(Config::kColumnBlocks == 1, "a warp has room for one column block");
+  if (is_part(a, t)) {
+    store_piece(first_piece<Config>(a, t.split, t.part, gradient.number, first), x);
+    ptx::tma_store_commit();
+    return;
+  }
   const int rows = t.rows - first;
   stage_rows<Element>(x, gradient.factor, staging);
   ptx::fence_proxy_async();

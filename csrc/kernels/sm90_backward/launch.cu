@@ -59,7 +59,7 @@ const char* unsupported_backward(const BackwardParams& params) {
   return nullptr;
 }
 
-int64_t backward_workspace(const BackwardParams& params) { return backward_layout(params).bytes; }
+int64_t backward_workspace(const BackwardParams& params) { return backward_layout(params, current_device().sms).bytes; }
 
 const char* launch_backward(const BackwardParams& params, void* stream) {
   const ForwardParams& p = params.forward;

@@ -9,6 +9,7 @@
 #include "attn/device.h"
 #include "kernels/sm90_backward/preprocess.cuh"
 #include "kernels/sm90_backward/shared.cuh"
+#include "kernels/sm90_backward/sum_parts.cuh"
 
 namespace attnscope::sm90 {
 
@@ -112,22 +113,28 @@ cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cuda
       static_cast<int>(block_count(a.packed, p.total_q, p.seqlen_q, p.batch, Config::kBlockM));
   a.all_queries = Divisor::of(std::max(a.query_blocks, 1));
   a.dense_queries = Divisor::of(std::max(ceil_div(p.seqlen_q, Config::kBlockM), 1));
-  a.key_blocks = Divisor::of(
-      std::max<int>(1, block_count(a.packed, p.total_k, p.seqlen_k, p.batch, kTile.block_n)));
   const int64_t bytes =
       int64_t{p.seqlen_q} * a.group * (2 * (p.head_dim + p.head_dim_v) + 4 * Config::kHeadDim);
   const bool first_are_longest = p.window_right >= 0 && p.window_left < 0;
   a.order = tile_order(ceil_div(p.seqlen_k, kTile.block_n), p.batch, p.heads_kv, p.heads_kv, bytes,
                        first_are_longest);
   const int slots = device.sms / Kernels::kBlocks;
-  if (first_are_longest || params.deterministic) {
+  if (a.packed) {
+    // The blocks of all sequences, longest first within a sequence. Of a call whose first tiles are
+    // the longest, the longest sequence's tiles of as many heads as fill the slots come together.
+    const int longest = std::max(a.order.m_blocks, 1), heads = std::max(p.heads_kv, 1);
+    const int64_t blocks = block_count(true, p.total_k, p.seqlen_k, p.batch, kTile.block_n);
+    const int section = first_are_longest ? std::clamp(slots / longest, 1, heads) : 1;
+    a.order = {static_cast<int>(blocks), p.heads_kv, params.deterministic ? heads : section, 0};
+  } else if (first_are_longest || params.deterministic) {
     a.order.section =
         choose_section(a.order, slots, first_are_longest, params.deterministic, kTile.wide());
   }
-  const BackwardWorkspace w = backward_layout(params);
+  const BackwardWorkspace w = backward_layout(params, device.sms);
   char* workspace = static_cast<char*>(params.workspace);
   a.statistics = reinterpret_cast<float*>(workspace);
   a.gradient = reinterpret_cast<float*>(workspace + w.gradient);
+  a.partial = reinterpret_cast<float*>(workspace + w.parts);
   a.tickets = params.deterministic ? reinterpret_cast<int*>(workspace + w.tickets) : nullptr;
   // Under a causal mask two tiles of a head that run at the same time are two blocks apart.
   a.turn_mask = !kTile.wide() && p.window_right >= 0 ? 1 : 0;
@@ -154,17 +161,27 @@ cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cuda
   if (!kTile.wide() && !a.whole_heads && (params.deterministic || !is_small)) {
     a.claims = reinterpret_cast<int*>(workspace + w.claims);
   }
-  a.tiles = a.whole_heads ? p.batch * p.heads_kv : static_cast<int>(tiles);
+  a.whole_tiles = a.tiles = a.whole_heads ? p.batch * p.heads_kv : static_cast<int>(tiles);
+  unsigned post_blocks = places;
+  if (tiles > 0 && !a.whole_heads) {
+    const TileParts split = split_tiles(p, kTile, device.sms);
+    a.whole_tiles = static_cast<int>(split.whole);
+    a.tiles = static_cast<int>(split.whole + split.split * split.parts);
+    a.parts = Divisor::of(split.parts);
+    post_blocks +=
+        static_cast<unsigned>(split.split) * kSumBlocks<Config, Kernels::kPostThreads / 32>;
+  }
+  a.places = static_cast<int>(places);
   backward_preprocess_kernel<Config><<<std::max(places, 1u), kPreprocessThreads, 0, stream>>>(a);
   cudaError_t error = cudaGetLastError();
   if (error == cudaSuccess && tiles > 0) {
     const auto blocks = static_cast<unsigned>(std::min(a.tiles, slots) * Kernels::kBlocks);
     error = launch_kernel(Kernels::kMain, blocks, kTile.threads(), kSharedBytes, stream, a);
   }
-  if (error == cudaSuccess && places > 0 && !a.whole_heads) {
+  if (error == cudaSuccess && post_blocks > 0 && !a.whole_heads) {
     // The main kernel lets no other start early: this one starts when its last thread block ends,
     // and profilers count no wait as its time.
-    error = launch_kernel(Kernels::kPost, places, Kernels::kPostThreads, 0, stream, a);
+    error = launch_kernel(Kernels::kPost, post_blocks, Kernels::kPostThreads, 0, stream, a);
   }
   return error;
 }

@@ -4,6 +4,7 @@
 
 #include "kernels/sm90_backward/epilogue.cuh"
 #include "kernels/sm90_backward/shared.cuh"
+#include "kernels/sm90_backward/sum_parts.cuh"
 #include "ptx/sync.cuh"
 
 namespace attnscope::sm90 {
@@ -57,19 +58,25 @@ __device__ __forceinline__ void store_transposed_query_block(const BackwardArgum
 template <class Config>
 __global__ void __launch_bounds__(128 * Config::kColumnBlocks)
     backward_postprocess_kernel(const __grid_constant__ BackwardArguments a) {
+  constexpr int kWarps = 4 * Config::kColumnBlocks;
+  __shared__ alignas(128) char staging[kWarps][2048];
+  const uint32_t own_staging = ptx::shared_address(staging[ptx::thread() / 32]);
   ptx::await_kernel_before();
   const int place = blockIdx.x, head = place / a.all_queries;
+  if (place >= a.places) {
+    sum_parts<Config, Config, kWarps>(a, place - a.places, own_staging);
+    return;
+  }
   const RowBlock b = query_block<Config>(a, place - head * a.all_queries.divisor);
   const auto is_seen = [&] { return a.claims == nullptr || a.claims[place] != 0; };  // by a key
   const auto gradient = [&] { return a.gradient + int64_t{place} * Config::kGradientFloats; };
   if constexpr (Config::kTransposes) {
     store_transposed_query_block<Config>(a, b, head, is_seen() ? gradient() : nullptr);
   } else {
-    __shared__ alignas(128) typename Config::Element staging[4 * Config::kColumnBlocks][16 * 64];
     const int column = threadIdx.x / 128;
     float x[32] = {};
     if (is_seen()) load_query_part(x, query_part<Config>(gradient(), column));
-    store_query_part<Config>(a, x, b, head, column, ptx::shared_address(staging[threadIdx.x / 32]));
+    store_query_part<Config>(a, x, b, head, column, own_staging);
   }
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/sm90_backward/marks.cuh"
+#include "kernels/sm90_backward/parts.cuh"
 #include "kernels/sm90_backward/shared.cuh"
 #include "kernels/sm90_backward/tiles.cuh"
 #include "ptx/sync.cuh"
@@ -57,6 +58,9 @@ __device__ __forceinline__ void schedule(const BackwardArguments& a, BackwardSha
     const bool last = next.index >= a.tiles;
     if (!last) {
       describe_tile<Config>(a, next.index, next.key_block, t);
+      if (ptx::lane() == Config::kConsumers && next.index >= a.whole_tiles) {
+        take_part(a, next.index - a.whole_tiles, t);
+      }
     } else if (ptx::lane() == 0) {
       t.rows = 0;
     }

@@ -70,6 +70,8 @@ struct alignas(128) KeyTile {
   int start;        // the first of them in turn; after the last one comes `begin`
   // The blocks that see one of a consumer's 64 keys; full_begin, full_end: all of them.
   BlockRange consumer[3];
+  int split;  // of tiles with parts: its number among those; otherwise -1
+  int part;
 
   __device__ __forceinline__ int block_after(int block) const {
     return block + 1 < end ? block + 1 : begin;
@@ -137,25 +139,33 @@ struct BackwardArguments {
   TensorMap q, k, v, dout;
   TensorMap dk, dv;  // kStoresByTma: in boxes of a warp's rows
   BackwardParams params;
-  TileOrder order;  // dense
+  TileOrder order;
   ScoreScales scores;
   float scale, inverse_cap;
   Divisor heads_kv;
   int group;              // query heads of a key head
   int query_blocks;       // of a head, in the whole batch
   Divisor all_queries;    // the same
-  Divisor key_blocks;     // packed: of a key head, in the whole batch
+  int places;             // blocks of queries in the whole call
   Divisor dense_queries;  // dense: blocks of queries in a sequence
   bool packed;
   bool whole_heads;  // see launch_row.cuh
-  int tiles;         // of keys, in the whole call; whole heads: key heads of the batch
+  int tiles;  // of keys or parts of them, in the whole call; whole heads: key heads of the batch
+  int whole_tiles;  // the later ones are parts of tiles, see parts.cuh
+  Divisor parts;
   float* statistics;
   float* gradient;
-  int* tickets;   // null unless deterministic
-  int turn_mask;  // a turn is one block of queries: 0; two, the first one even: 1
-  int* claims;    // null if the preprocess zeroes dQ, or if heads are whole; see claims.cuh
+  int* tickets;    // null unless deterministic
+  int turn_mask;   // a turn is one block of queries: 0; two, the first one even: 1
+  float* partial;  // dV and dK of parts
+  int* claims;     // null if the preprocess zeroes dQ, or if heads are whole; see claims.cuh
   int* counter;
 };
+
+// The place of the first block of queries of tile `t`'s sequence, in the first head of its group.
+__device__ __forceinline__ int first_place(const BackwardArguments& a, const KeyTile& t) {
+  return t.head_kv * a.group * a.query_blocks + t.first_block;
+}
 
 // The number of the first block of a sequence among those of a packed batch. Sequences that end and
 // start within one block of `rows` rows must not share it: so each adds one. floor(a / n) + 1 +

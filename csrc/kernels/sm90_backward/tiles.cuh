@@ -11,23 +11,16 @@ template <class Config>
 __device__ __forceinline__ void find_tile(const BackwardArguments& a, int index, int& head_kv,
                                           int& sequence, int& key_block) {
   const ForwardParams& p = a.params.forward;
+  const Tile tile = tile_at(a.order, index);
+  const int block = a.tickets != nullptr ? tile.m_block : a.order.m_blocks - 1 - tile.m_block;
   if (a.packed) {
-    int block;
-    if (a.tickets != nullptr) {
-      const int before = index / a.heads_kv;
-      head_kv = index - before * a.heads_kv.divisor;
-      block = a.key_blocks.divisor - 1 - before;
-    } else {
-      head_kv = index / a.key_blocks;
-      block = index - head_kv * a.key_blocks.divisor;
-    }
+    head_kv = tile.head;
     sequence = find_sequence(p.cu_seqlens_k, p.total_k, p.batch, Config::kBlockN, block);
     key_block = block - first_block(p.cu_seqlens_k, p.total_k, sequence, Config::kBlockN);
   } else {
-    const Tile tile = tile_at(a.order, index);
     sequence = tile.head / a.heads_kv;
     head_kv = tile.head - sequence * a.heads_kv.divisor;
-    key_block = a.tickets != nullptr ? tile.m_block : a.order.m_blocks - 1 - tile.m_block;
+    key_block = block;
   }
 }
 
@@ -43,7 +36,9 @@ __device__ __forceinline__ void describe_tile(const BackwardArguments& a, int in
     sequence = index / a.heads_kv;
     head_kv = index - sequence * a.heads_kv.divisor;
   } else {
-    find_tile<Config>(a, index, head_kv, sequence, key_block);
+    int tile = index;
+    if (index >= a.whole_tiles) tile = a.whole_tiles + (index - a.whole_tiles) / a.parts;
+    find_tile<Config>(a, tile, head_kv, sequence, key_block);
   }
   const Segment seg_q = segment(p.cu_seqlens_q, p.total_q, p.seqlen_q, sequence);
   const Segment seg_k = segment(p.cu_seqlens_k, p.total_k, p.seqlen_k, sequence);
@@ -71,6 +66,7 @@ __device__ __forceinline__ void describe_tile(const BackwardArguments& a, int in
     t.k_row = static_cast<int>(seg_k.row) + first_key;
     t.first_key = first_key;
     t.key_block = key_block;
+    t.split = -1;
     t.seqlen_q = seg_q.length;
     t.seqlen_k = seg_k.length;
     t.first_block = a.packed ? first_block(p.cu_seqlens_q, p.total_q, sequence, Config::kBlockM)

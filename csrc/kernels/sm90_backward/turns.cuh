@@ -69,7 +69,7 @@ __device__ __forceinline__ void await_turns(const BackwardArguments& a, Shared& 
     if (t.rows == 0) return;
     // Read before the last turn of the tile has come: then the description may change.
     const int begin = t.begin, end = t.end;
-    int place = t.head_kv * a.group * a.query_blocks + t.first_block;
+    int place = first_place(a, t);
 #pragma unroll 1
     for (int head = 0; head < a.group; ++head, place += a.query_blocks) {
 #pragma unroll 1

@@ -70,18 +70,25 @@ class WideConsumer : protected WideRole<Config> {
   DoutRing<Config> ring;  // the first part that was not released
 
   // Stores the accumulators, by way of 2 KB for each warp at `staging`.
-  __device__ __forceinline__ void store(const Gradient& d, float factor, void* data,
-                                        const Strides& stride, int dim, uint32_t staging) const {
+  __device__ __forceinline__ void store(const Gradient& d, const KeyGradient& gradient,
+                                        uint32_t staging) const {
+    constexpr int kBlocks = Config::kColumnBlocks / Config::kSlices;
     const KeyTile& t = Base::tile();
     const int warp = threadIdx.x / 32 % 4, first = rank * 64 + warp * 16;
-    Element* out = static_cast<Element*>(data) + t.batch * stride.batch +
-                   int64_t{t.k_row + first} * stride.row + t.head_kv * stride.head;
+    if (is_part(a, t)) {
+      float4* const piece = first_piece<Config>(a, t.split, t.part, gradient.number, first);
+#pragma unroll
+      for (int column = 0; column < Config::kColumnBlocks; ++column) {
+        store_piece(piece + column * 256, d[column / kBlocks] + column % kBlocks * 32);
+      }
+      return;
+    }
+    Element* out = row_of<Element>(gradient, t, first);
 #pragma unroll
     for (int column = 0; column < Config::kColumnBlocks; ++column) {
-      constexpr int kBlocks = Config::kColumnBlocks / Config::kSlices;
-      store_rows<Element>(d[column / kBlocks] + column % kBlocks * 32, factor,
-                          staging + warp * 2048, out + column * 64, stride.row, t.rows - first,
-                          dim - column * 64);
+      store_rows<Element>(d[column / kBlocks] + column % kBlocks * 32, gradient.factor,
+                          staging + warp * 2048, out + column * 64, gradient.stride.row,
+                          t.rows - first, gradient.columns - column * 64);
     }
   }
 };
@@ -144,8 +151,7 @@ class ValueConsumer : WideConsumer<Config> {
     Base::await(dv);
     Base::release_dout();
     wait(s.weights_empty, last & 1);
-    Base::store(dv, 1.0f, a.params.dv, a.params.dv_stride, a.params.forward.head_dim_v,
-                ptx::shared_address(s.weights));
+    Base::store(dv, value_gradient(a), ptx::shared_address(s.weights));
     // Other warps write P where this one staged.
     ptx::named_barrier(kBarrier, 128);
     Base::release_tile();
@@ -283,8 +289,7 @@ class KeyConsumer : WideConsumer<Config> {
     release(s.v_empty);  // the last dP is complete
     Base::await(dk);
     Base::release_ranks(s.q_empty[typename Base::QuerySlot(last).stage]);
-    Base::store(dk, a.scale, a.params.dk, a.params.dk_stride, a.params.forward.head_dim,
-                ptx::shared_address(s.dk));
+    Base::store(dk, key_gradient(a), ptx::shared_address(s.dk));
     Base::release_tile();
   }
 

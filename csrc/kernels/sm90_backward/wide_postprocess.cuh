@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/sm90_backward/epilogue.cuh"
+#include "kernels/sm90_backward/sum_parts.cuh"
 #include "kernels/sm90_backward/wide_shared.cuh"
 #include "ptx/sync.cuh"
 
@@ -17,6 +18,11 @@ __global__ void __launch_bounds__(kWidePostprocessThreads)
   __shared__ alignas(128) Element staging[4][16 * 64];
   ptx::await_kernel_before();
   const int place = blockIdx.x, head = place / a.all_queries;
+  if (place >= a.places) {
+    sum_parts<Config, WideTileConfig, 4>(a, place - a.places,
+                                         ptx::shared_address(staging[threadIdx.x / 32]));
+    return;
+  }
   const RowBlock b = query_block<Config>(a, place - head * a.all_queries.divisor);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp * 16;
   if (row >= b.rows) return;

@@ -183,7 +183,7 @@ __device__ __forceinline__ void pass_turns(const BackwardArguments& a, WideShare
     wait(s.tile_full[slot.stage], slot.parity);
     const KeyTile& t = s.tile[slot.stage];
     if (t.rows == 0) return;
-    int* ticket = a.tickets + t.head_kv * a.group * a.query_blocks + t.first_block + t.begin;
+    int* ticket = a.tickets + first_place(a, t) + t.begin;
     const int blocks = t.end - t.begin;
     ptx::mbarrier_arrive(ptx::shared_address(&s.tile_empty[slot.stage]));
 #pragma unroll 1

@@ -1,6 +1,7 @@
 // The scheduler of the wide kernel: a warp of each rank describes the tiles of the cluster.
 #pragma once
 
+#include "kernels/sm90_backward/parts.cuh"
 #include "kernels/sm90_backward/scheduler.cuh"
 #include "kernels/sm90_backward/tiles.cuh"
 #include "kernels/sm90_backward/wide_shared.cuh"
@@ -54,6 +55,9 @@ __device__ __forceinline__ void schedule_wide(const BackwardArguments& a, WideSh
     const bool last = index >= a.tiles;
     if (!last) {
       describe_tile<WideTileConfig>(a, index, 0, t);
+      if (ptx::lane() == WideTileConfig::kConsumers && index >= a.whole_tiles) {
+        take_part(a, index - a.whole_tiles, t);
+      }
     } else if (ptx::lane() == 0) {
       t.rows = 0;
     }

@@ -2,8 +2,9 @@
 // the tiles in the order of their numbers. Nobody may have to wait, since a tile may wait only for
 // tiles of lower numbers. And each turn must be the number of tiles that have added before: with a
 // lower ticket it would wait. Without turns, tiles that see the same blocks start at different
-// ones.
+// ones. Parts of a tile (parts.cuh) have each of its blocks once.
 #include "emulator.h"
+#include "kernels/sm90_backward/parts.cuh"
 #include "kernels/sm90_backward/tiles.cuh"
 #include "kernels/sm90_backward/turns.cuh"
 
@@ -23,14 +24,52 @@ struct Call {
   std::vector<int32_t> cu_q, cu_k;  // packed
 };
 
-long g_turns;
+long g_turns, g_parts;
 int g_loads;  // of a ticket
 
 int blocks_of(int rows, int block) { return (rows + block - 1) / block; }
 
-// The message of what is wrong, or null. `section`: see TileOrder.
+// The parts of a tile must have its blocks in order, each once. Parts without blocks have no rows,
+// but for the first one of a tile that no query sees: its keys are cleared.
 template <class Config>
-const char* check(const Call& c, int section, int turn_mask) {
+const char* check_parts(const BackwardArguments& a) {
+  const char* wrong = nullptr;
+  KeyTile whole, t;
+  emulator::launch(1, 32, 1, [&] {
+    const int tiles = a.order.tiles();
+    for (int split = 0; split < tiles - a.whole_tiles; ++split) {
+      const int first = a.whole_tiles + split * a.parts.divisor;
+      describe_tile<Config>(a, first, 0, whole);
+      __syncwarp();
+      int end = whole.begin;
+      for (int part = 0; part < a.parts.divisor; ++part) {
+        describe_tile<Config>(a, first + part, 0, t);
+        if (threadIdx.x == Config::kConsumers) take_part(a, first + part - a.whole_tiles, t);
+        __syncwarp();
+        if (threadIdx.x == 0) {
+          const bool clears = part == 0 && whole.begin >= whole.end;
+          const bool has_steps = t.begin < t.end;
+          if (t.split != split || t.part != part || t.key_block != whole.key_block) {
+            wrong = "a part is of another tile";
+          }
+          if (t.rows != (has_steps || clears ? whole.rows : 0)) wrong = "rows of a part";
+          if (has_steps && t.begin != end) wrong = "parts do not follow each other";
+          if (has_steps) end = t.end;
+          g_parts += has_steps;
+        }
+        __syncwarp();
+      }
+      if (threadIdx.x == 0 && end != std::max(whole.end, whole.begin))
+        wrong = "blocks are left out";
+      __syncwarp();
+    }
+  });
+  return wrong;
+}
+
+// The message of what is wrong, or null. `section`: see TileOrder. Half of the tiles have `parts`.
+template <class Config>
+const char* check(const Call& c, int section, int turn_mask, int parts) {
   const bool packed = !c.cu_q.empty();
   int counter[2] = {};
   BackwardArguments a{};
@@ -52,19 +91,30 @@ const char* check(const Call& c, int section, int turn_mask) {
   a.query_blocks = block_count(packed, p.total_q, c.seqlen_q, c.batch, Config::kBlockM);
   a.dense_queries = Divisor::of(std::max(blocks_of(c.seqlen_q, Config::kBlockM), 1));
   const int key_blocks = block_count(packed, p.total_k, c.seqlen_k, c.batch, Config::kBlockN);
-  a.key_blocks = Divisor::of(std::max(key_blocks, 1));
-  a.order = {blocks_of(c.seqlen_k, Config::kBlockN), c.batch * c.heads_kv, section, 0};
+  const int heads = c.heads_kv * (packed ? 1 : c.batch);
+  a.order = {packed ? key_blocks : blocks_of(c.seqlen_k, Config::kBlockN), heads, section, 0};
   int ticket = 0;
   a.tickets = &ticket;
   a.turn_mask = turn_mask;
+  const int tiles = key_blocks * c.heads_kv;
+  a.whole_tiles = parts > 1 ? tiles / 2 : tiles;
+  a.parts = Divisor::of(parts);
+  const int units = a.whole_tiles + (tiles - a.whole_tiles) * parts;
+  // As the scheduler does.
+  const auto describe = [&](int index, KeyTile& t) {
+    describe_tile<Config>(a, index, 0, t);
+    if (threadIdx.x == Config::kConsumers && index >= a.whole_tiles) {
+      take_part(a, index - a.whole_tiles, t);
+    }
+    __syncwarp();
+  };
 
   std::vector<int> added(static_cast<size_t>(c.heads_kv) * a.query_blocks);
   const char* wrong = nullptr;
   KeyTile t;
   emulator::launch(1, 32, 1, [&] {
-    for (int index = 0; index < key_blocks * c.heads_kv; ++index) {
-      describe_tile<Config>(a, index, 0, t);
-      __syncwarp();
+    for (int index = 0; index < units; ++index) {
+      describe(index, t);
       if (threadIdx.x == 0 && t.rows > 0) {
         for (int block = t.begin; block < t.end; ++block) {
           if (!Turns<Config>::begins(a, t, block)) continue;
@@ -86,19 +136,20 @@ const char* check(const Call& c, int section, int turn_mask) {
     }
   });
   if (wrong != nullptr) return wrong;
+  if (const char* of_parts = check_parts<Config>(a); of_parts != nullptr) return of_parts;
 
   a.tickets = nullptr;
+  if (const char* of_parts = check_parts<Config>(a); of_parts != nullptr) return of_parts;
   const bool is_full = c.left < 0 && c.right < 0, has_room = packed || c.seqlen_q >= c.seqlen_k;
   std::vector<int> starts(added.size());
   emulator::launch(1, 32, 1, [&] {
-    for (int index = 0; index < key_blocks * c.heads_kv; ++index) {
-      describe_tile<Config>(a, index, 0, t);
-      __syncwarp();
+    for (int index = 0; index < units; ++index) {
+      describe(index, t);
       if (threadIdx.x == 0 && t.rows > 0 && t.begin < t.end) {
         if (t.start < t.begin || t.start >= t.end) wrong = "a tile starts outside of its blocks";
         if (c.right >= 0 && t.start != t.begin) wrong = "a masked tile does not start at its first";
         int& count = starts.at(t.head_kv * a.query_blocks + t.first_block + t.start);
-        if (is_full && has_room && t.seqlen_q >= t.seqlen_k && count++ > 0) {
+        if (is_full && has_room && parts == 1 && t.seqlen_q >= t.seqlen_k && count++ > 0) {
           wrong = "two tiles start at the same block";
         }
       }
@@ -109,16 +160,21 @@ const char* check(const Call& c, int section, int turn_mask) {
 }
 
 const char* check_all(const Call& c) {
-  const int heads = c.batch * c.heads_kv;
+  const int heads = c.heads_kv * (c.cu_q.empty() ? c.batch : 1);
   for (const int section : {1, 2, heads}) {
     if (section > heads) continue;
     for (const int turn_mask : {0, 1}) {
-      const char* wrong = check<TileConfig<64, 192, 3>>(c, section, turn_mask);
-      if (wrong == nullptr) wrong = check<TileConfig<64, 128, 2, false, 2>>(c, section, turn_mask);
-      if (wrong == nullptr && c.left < 0) {
-        wrong = check<TileConfig<80, 128, 2, true>>(c, section, turn_mask);
+      for (const int parts : {1, 2, 5}) {
+        if (parts > 1 && !c.cu_q.empty()) continue;  // packed batches have none
+        const char* wrong = check<TileConfig<64, 192, 3>>(c, section, turn_mask, parts);
+        if (wrong == nullptr) {
+          wrong = check<TileConfig<64, 128, 2, false, 2>>(c, section, turn_mask, parts);
+        }
+        if (wrong == nullptr && c.left < 0) {
+          wrong = check<TileConfig<80, 128, 2, true>>(c, section, turn_mask, parts);
+        }
+        if (wrong != nullptr) return wrong;
       }
-      if (wrong != nullptr) return wrong;
     }
   }
   return nullptr;
@@ -154,5 +210,5 @@ int main() {
       }
     }
   }
-  std::printf("%ld turns in order\n", g_turns);
+  std::printf("%ld turns in order, %ld parts\n", g_turns, g_parts);
 }

@@ -1,0 +1,66 @@
+// Parts: thread blocks that share a tile of keys, each with some of its queries, see split_tiles.
+//
+// A part leaves its dV and dK in fp32: of 16 rows and 64 columns each, a piece in the accumulators'
+// order. The postprocess adds up the parts in their order, so that the sums do not depend on who
+// ended first. No thread block waits for another.
+#pragma once
+
+#include "kernels/sm90_backward/shared.cuh"
+#include "ptx/sync.cuh"
+
+namespace attnscope::sm90 {
+
+struct Part {
+  int begin, end;  // blocks of queries
+};
+
+// Part number `part` of the blocks [begin, end). Some are empty if there are few blocks. In a
+// deterministic call blocks that have a turn together stay together, see Turns.
+__device__ __forceinline__ Part part_of(const BackwardArguments& a, int begin, int end, int part) {
+  const int blocks = max(end - begin, 0), parts = a.parts.divisor;
+  const int mask = a.tickets != nullptr ? a.turn_mask : 0;
+  const auto cut = [&](int number) {
+    const int block = begin + blocks * number / parts;
+    return number == 0 ? begin : number == parts ? end : max(begin, block & ~mask);
+  };
+  return {cut(part), cut(part + 1)};
+}
+
+// Makes tile `t` the unit `number` of those after the whole tiles. The first part of a tile that no
+// query sees clears its keys. One lane.
+__device__ __forceinline__ void take_part(const BackwardArguments& a, int number, KeyTile& t) {
+  const int split = number / a.parts, index = number - split * a.parts.divisor;
+  const int begin = t.begin, end = t.end;
+  const Part part = part_of(a, begin, end, index);
+  t.split = split;
+  t.part = index;
+  if (part.begin >= part.end && (index > 0 || begin < end)) t.rows = 0;
+  t.start = part.begin + (t.start - begin) % max(part.end - part.begin, 1);
+  t.begin = part.begin;
+  t.end = part.end;
+}
+
+__device__ __forceinline__ bool is_part(const BackwardArguments& a, const KeyTile& t) {
+  return a.parts.divisor > 1 && t.split >= 0;
+}
+
+// A lane's first four of the first piece of a warp's rows of dV (`gradient` 0) or dK (1).
+template <class Config>
+__device__ __forceinline__ float4* first_piece(const BackwardArguments& a, int split, int part,
+                                               int gradient, int first_row) {
+  constexpr BackwardTile kTile = Config::kTile;
+  constexpr int kPieces = kTile.block_n / 16 * Config::kColumnBlocks;
+  const int64_t of_part = int64_t{split} * a.parts.divisor + part;
+  return reinterpret_cast<float4*>(a.partial) +
+         ((of_part * 2 + gradient) * kPieces + first_row / 16 * Config::kColumnBlocks) * 256 +
+         ptx::lane();
+}
+
+__device__ __forceinline__ void store_piece(float4* piece, const float* x) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    piece[i * 32] = {x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]};
+  }
+}
+
+}  // namespace attnscope::sm90
