@@ -1,8 +1,8 @@
-"""The profiler beside nsys on whole programs: equal kernel counts, GPU time within half a percent.
+"""The profiler beside nsys on whole programs: equal kernel counts, GPU time within 0.5 %.
 
 Each program of this folder runs once under each of the two; neither sees the other. The run ends
-with a table of what each found (conftest.py). Workers may share a GPU (alone.py); tests of other
-folders beside these disturb the times.
+with a table of what each found (conftest.py). Workers may share a GPU (alone.py). Tests of other
+folders beside these disturb the times, so with workers they may differ by 3 %.
 """
 
 import json
@@ -26,7 +26,7 @@ from attnscope.profile import Profile
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 PROGRAMS = Path(__file__).parent
 ROW = "beside nsys"  # the property of a test that is a row of the table: see conftest.py
-TOLERANCE = 0.005  # of the GPU time
+TOLERANCE = 0.03 if "PYTEST_XDIST_WORKER" in os.environ else 0.005  # of the GPU time
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 HOST_S = 0.5  # by which the start of a process varies
 LATE_STEPS, LATE_MS = 8, 80  # of ddp_two_gpus.py
