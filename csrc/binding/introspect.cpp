@@ -211,13 +211,12 @@ std::string choose_backward_sm90(const ForwardParams& p, const Device& device) {
   const int sms = static_cast<int>(device.sms), row = sm90::choose_backward(p, sms);
   const sm90::BackwardTile& t = sm90::kBackwardTiles[row];
   const int ranks = t.wide() ? sm90::kWideRanks : 1;  // thread blocks of a tile
-  const long long resident = std::max(sms / ranks, 1);
+  const int64_t slots = std::max(sms / ranks, 1);
   const sm90::TileParts split = sm90::split_tiles(p, t, sms);
-  const long long units = split.whole + split.split * split.parts;
   const char* const rule =
       row == sm90::first_backward_tile(p) ? kFirstRow : "least rounds x step_time";
   JsonObject json = choice_of("sm90_backward", describe(t), rule, 1, sm90::is_causal(p), nullptr);
-  add_counts(json, tiles_of_keys(p, t.block_n), std::min(units, resident) * ranks, resident);
+  add_counts(json, tiles_of_keys(p, t.block_n), std::min(split.units(), slots) * ranks, slots);
   json.add("split_tiles", split.split).add("parts", split.parts);
   return json.text();
 }

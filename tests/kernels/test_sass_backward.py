@@ -20,20 +20,26 @@ pytestmark = [
     pytest.mark.skipif(sass.cuobjdump() is None, reason="no cuobjdump: no Triton, no toolkit"),
     pytest.mark.parametrize("element", ELEMENTS),
     pytest.mark.parametrize("row", ROWS),
+    pytest.mark.parametrize("parts", [False, True], ids=["whole", "parts"]),
 ]
 
 
-def code_of(row: int, element: str) -> str:
+def code_of(row: int, element: str, parts: bool) -> str:
     kernels = sass.functions(LIBRARY, "sm_90a")
-    symbol = f"backward_kernel<attnscope::sm90::BackwardConfig<{element}, {row}>"
+    config = f"attnscope::sm90::BackwardConfig<{element}, {row}>"
+    if parts:
+        config = f"attnscope::sm90::WithParts<{config}"
+    symbol = f"::backward_kernel<{config}"
     (name,) = (name for name in kernels if symbol in name)
     return kernels[name]
 
 
-def test_every_product_is_there_once(row, element):
+def test_every_product_is_there_once(row, element, parts):
     """With 80 queries dQ is transposed, in two halves of the head dim."""
     head_dim, queries, keys = ROWS[row]
-    products = re.findall(r"HGMMA\.64x(\d+)x16(\S*) R\d+, (R\d+, )?gdesc", code_of(row, element))
+    products = re.findall(
+        r"HGMMA\.64x(\d+)x16(\S*) R\d+, (R\d+, )?gdesc", code_of(row, element, parts)
+    )
     assert {kind for _, kind, _ in products} == {ELEMENTS[element]}
     counts = Counter((int(width), bool(register)) for width, _, register in products)
     wanted = Counter({(queries, False): 2 * head_dim // 16})  # S, dP
@@ -45,18 +51,20 @@ def test_every_product_is_there_once(row, element):
     assert counts == wanted
 
 
-def test_no_register_is_spilled(row, element):
-    assert re.findall(r"\b(?:STL|LDL)\b.*", code_of(row, element)) == []
+def test_no_register_is_spilled(row, element, parts):
+    assert re.findall(r"\b(?:STL|LDL)\b.*", code_of(row, element, parts)) == []
 
 
-def test_groups_of_products_are_not_serialised(row, element):
+def test_groups_of_products_are_not_serialised(row, element, parts):
     """One ARRIVE before each group: S, dP, dV, dK, dQ; with 80 queries dQ is two."""
-    assert code_of(row, element).count("WARPGROUP.ARRIVE") == (6 if ROWS[row][1] == 80 else 5)
+    assert code_of(row, element, parts).count("WARPGROUP.ARRIVE") == (
+        6 if ROWS[row][1] == 80 else 5
+    )
 
 
-def test_dq_leaves_by_bulk_reductions(row, element):
+def test_dq_leaves_by_bulk_reductions(row, element, parts):
     """One TMA instruction for a block; no addition of floats by ordinary threads."""
-    code = code_of(row, element)
+    code = code_of(row, element, parts)
     assert code.count("UBLKRED.G.S.ADD.F32") == 1
     assert "REDG.E.ADD.F32" not in code
     assert "UTMALDG.4D" in code and "STSM.16.MT88.4" in code

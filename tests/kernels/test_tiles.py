@@ -231,13 +231,14 @@ static_assert(keys(64, 197, 1000) == 128, "two tiles a head, of 192 keys with a 
 static_assert(keys(64, 517, 32) == 192 && keys(64, 517, 32, 160) == 128, "160 tiles of 128 keys");
 static_assert(keys(128, 100, 1) == 128 && keys(256, 100, 1) == 128, "no row is alike");
 // Parts of the last tiles of a call, and how many thread blocks those are.
-constexpr int64_t parts(int row, int seqlen, int heads, int group, int sms = 132) {
+constexpr int64_t parts(int row, int seqlen, int heads, int group, int sms = 132,
+                        int window = -1) {
   ForwardParams p{};
   p.batch = 1;
   p.heads_kv = heads;
   p.heads_q = heads * group;
   p.seqlen_q = p.seqlen_k = seqlen;
-  p.window_left = p.window_right = -1;
+  p.window_left = p.window_right = window;
   const sm90::TileParts split = sm90::split_tiles(p, sm90::kBackwardTiles[row], sms);
   return 1000 * split.parts + split.split * split.parts;
 }
@@ -245,6 +246,7 @@ static_assert(parts(2, 4096, 64, 1) == 3000 + 3 * 68, "15 waves, and 68 of 2,048
 static_assert(parts(2, 4096, 33, 1) == 1000, "eight whole waves");
 static_assert(parts(2, 512, 8, 4) == 4000 + 4 * 32 && parts(3, 100, 8, 4) == 1000, "two blocks");
 static_assert(parts(5, 512, 4, 4) == 4000 + 4 * 16, "66 clusters");
+static_assert(parts(2, 4096, 1, 4, 132, 100) == 3000 + 3 * 32, "five blocks see a tile");
 static_assert(parts(5, 512, 4, 4, 1) == 1000, "no room for a cluster");
 static_assert(hopper(200, true) == 256 && hopper(256, false) == 256 && hopper(264, false) == 0);
 

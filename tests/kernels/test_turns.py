@@ -1,4 +1,4 @@
-"""The turns of the Hopper backward's key blocks, by its device functions on the CPU.
+"""The turns and parts of the Hopper backward's tiles, by its device functions on the CPU.
 
 tests/kernels/emulator replaces the PTX wrappers. tests/stress/test_backward_model.py explores the
 hand-over of a turn; this checks the numbers: a tile waits for tiles of lower numbers alone, and for
@@ -15,23 +15,27 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CXX = shutil.which("g++")
+pytestmark = pytest.mark.skipif(CXX is None, reason="no g++")
 
 
-@pytest.mark.skipif(CXX is None, reason="no g++")
-def test_a_tile_waits_for_the_tiles_before_it_alone(tmp_path):
-    """Dense and packed calls, windows, and every width of the tile order's sections."""
-    program, folder = tmp_path / "turns", ROOT / "tests/kernels/emulator"
-    command = [
-        CXX,
-        "-std=c++20",
-        "-O1",
-        "-w",
-        "-DVECTOR_ADD=1",
-        f"-I{folder}",
-        f"-I{ROOT / 'csrc'}",
-    ]
-    subprocess.run([*command, folder / "sm90_turns.cpp", "-o", program], check=True)
+def run(name: str, folder: Path) -> str:
+    """What a program of the emulator prints."""
+    program, emulator = folder / name, ROOT / "tests/kernels/emulator"
+    command = [CXX, "-std=c++20", "-O1", "-w", "-DVECTOR_ADD=1", f"-I{emulator}"]
+    command += [f"-I{ROOT / 'csrc'}", emulator / f"{name}.cpp", "-o", program]
+    subprocess.run(command, check=True)
     result = subprocess.run([program], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
-    ((turns, parts),) = re.findall(r"^(\d+) turns in order, (\d+) parts$", result.stdout, re.M)
-    assert int(turns) > 9_000 and int(parts) > 9_000
+    return result.stdout
+
+
+def test_a_tile_waits_for_the_tiles_before_it_alone(tmp_path):
+    """Dense and packed calls, windows, and every width of the tile order's sections."""
+    counts = re.fullmatch(r"(\d+) turns in order, (\d+) parts\n", run("sm90_turns", tmp_path))
+    assert all(int(count) > 9_000 for count in counts.groups())
+
+
+def test_the_postprocess_adds_up_what_parts_have_stored(tmp_path):
+    """Every tile of the table; ragged tiles, head dims and parts without a step."""
+    (count,) = re.fullmatch(r"(\d+) sums\n", run("sm90_parts", tmp_path)).groups()
+    assert int(count) > 1_000_000

@@ -509,10 +509,15 @@ def test_ten_thousand_delayed_calls_are_right(mode):
 @pytest.mark.sm90
 @pytest.mark.slow
 def test_the_stress_finds_the_unguarded_ring():
-    """If a consumer skips blocks without waiting for copies, late copies give wrong rows."""
+    """If a consumer skips blocks without waiting for copies, late copies give wrong rows.
+
+    A ring that is overrun may also fail the launch, which ends the run.
+    """
     result = stress("--unguarded", "--calls=2000")
     assert result.returncode == 1, result.stdout + result.stderr
-    assert re.search(r"d256 .* causal: \d+ of \d+ calls wrong, \d+ rows; seed", result.stdout)
+    broke_off = "unspecified launch failure" in result.stdout
+    label = "d" if broke_off else r"d256 .* causal"
+    assert re.search(rf"{label}.*: \d+ of \d+ calls wrong, \d+ rows; seed", result.stdout)
     assert "0 cases wrong without delays" in result.stdout
 
 

@@ -20,6 +20,7 @@ SHAPES = {
     "d128": {"batch": 2, "seqlen": 1000, "heads": 16, "head_dim": 128},
     "d128-causal": {"batch": 3, "seqlen": 1000, "heads": 16, "head_dim": 128, "causal": True},
     "d128-gqa": {"batch": 1, "seqlen": 700, "heads_q": 8, "heads_kv": 2, "head_dim": 128},
+    "d64-gqa": {"seqlen": 600, "heads_q": 8, "heads_kv": 2, "head_dim": 64, "causal": True},
     "d96-long": {"batch": 1, "seqlen_q": 2100, "seqlen_k": 700, "heads": 8, "head_dim": 96},
     "whole-heads": {"batch": 66, "seqlen": 200, "heads": 4, "head_dim": 128, "causal": True},
     "more-keys": {"seqlen_q": 100, "seqlen_k": 400, "heads": 2, "head_dim": 64, "causal": True},
@@ -44,21 +45,22 @@ def pairs_seen(work: Workload, first_key: int, block: int, block_m: int) -> bool
     return first_key < work.seqlen_k and seen >= first_key
 
 
-def test_every_tile_that_a_query_sees_is_recorded_once(recorded):
+def test_every_block_that_a_tile_sees_is_recorded_once(recorded):
     work, made = recorded
     block_m, block_n = made.facts["tile"]["block_m"], made.facts["tile"]["block_n"]
-    seen = sorted(
-        (batch, head, first)
+    seen = sorted(  # parts of a tile have some of its blocks
+        (batch, head, first, block)
         for at in range(len(made.blocks))
-        for head, batch, first, *_ in made.notes(at).tolist()
+        for head, batch, first, begin, end, *_ in made.notes(at).tolist()
+        for block in range(begin, end)
     )
-    blocks = range(-(-work.seqlen_q // block_m))
     assert seen == [
-        (batch, head, first)
+        (batch, head, first, block)
         for batch in range(work.batch)
         for head in range(work.heads_kv)
         for first in range(0, work.seqlen_k, block_n)
-        if any(pairs_seen(work, first, block, block_m) for block in blocks)
+        for block in range(-(-work.seqlen_q // block_m))
+        if pairs_seen(work, first, block, block_m)
     ]
     assert made.lost_tiles == 0
 
@@ -67,7 +69,6 @@ def test_every_role_marks_every_tile_and_step_in_order(recorded):
     """`track` refuses missing marks, marks out of order and marks of no step."""
     work, made = recorded
     group, tile = work.heads_q // work.heads_kv, made.facts["tile"]
-    blocks = range(-(-work.seqlen_q // tile["block_m"]))
     for at in range(len(made.blocks)):
         assert len(set(made.tile_counts[at])) == 1
         tracks, steps = made.tracks(at), made.steps_of_tiles(at)
@@ -80,9 +81,9 @@ def test_every_role_marks_every_tile_and_step_in_order(recorded):
                 group
                 * sum(
                     pairs_seen(work, first + KEYS * number, block, tile["block_m"])
-                    for block in blocks
+                    for block in range(begin, end)
                 )
-                for _, _, first, *_ in made.notes(at).tolist()
+                for _, _, first, begin, end, *_ in made.notes(at).tolist()
             ]
 
 

@@ -111,6 +111,7 @@ struct TileParts {
   int64_t split;
   int parts;  // of each
 
+  constexpr int64_t units() const { return whole + split * parts; }
   constexpr int64_t bytes(const BackwardTile& t) const {  // dV and dK in fp32
     return split * parts * t.block_n * t.head_dim * 2 * 4;
   }
@@ -123,7 +124,11 @@ constexpr TileParts split_tiles(const ForwardParams& p, const BackwardTile& t, i
   TileParts best{tiles, 0, 1};
   // Where later tiles are shorter, they balance the end. A packed batch has tiles of all lengths.
   if (p.packed() || last == 0 || (p.window_right >= 0 && tiles > last)) return best;
-  const int64_t blocks = (int64_t{p.seqlen_q} + t.block_m - 1) / t.block_m;
+  const auto blocks_of = [&](int64_t rows) { return (rows + t.block_m - 1) / t.block_m; };
+  int64_t blocks = blocks_of(p.seqlen_q);  // of queries that see a tile
+  if (p.window_left >= 0 && p.window_right >= 0) {
+    blocks = std::min(blocks, blocks_of(int64_t{p.window_left} + p.window_right + t.block_n));
+  }
   const int64_t group = p.heads_q / p.heads_kv;
   int64_t least = blocks * group;
   for (int64_t parts = 2; parts <= kMost && parts <= blocks; ++parts) {

@@ -10,21 +10,27 @@
 namespace attnscope::sm90 {
 
 // Puts `factor` times a warp's 16 rows of 64 columns into 2 KB of shared memory: rows of 128 bytes,
-// swizzled in chunks of 16 bytes.
+// swizzled in chunks of 16 bytes. This: two chunks of them, the first one even.
 template <class Element>
-__device__ __forceinline__ void stage_rows(const float* x, float factor, uint32_t shared) {
+__device__ __forceinline__ void stage_columns(const float* x, float factor, uint32_t shared,
+                                              int chunk) {
   const int lane = threadIdx.x % 32;
   // A lane writes row lane % 16 and chunk lane / 16 of a pair.
   const uint32_t write = shared + lane % 16 * 128 + ((lane / 16 ^ lane % 8) * 16);
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    words[i] = ptx::pack<Element>(x[2 * i] * factor, x[2 * i + 1] * factor);
+  }
+  ptx::stmatrix_x4(write ^ chunk * 16, words);
+}
+
+// All of them.
+template <class Element>
+__device__ __forceinline__ void stage_rows(const float* x, float factor, uint32_t shared) {
 #pragma unroll
   for (int chunk = 0; chunk < 8; chunk += 2) {
-    uint32_t words[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      words[i] =
-          ptx::pack<Element>(x[4 * chunk + 2 * i] * factor, x[4 * chunk + 2 * i + 1] * factor);
-    }
-    ptx::stmatrix_x4(write ^ chunk * 16, words);
+    stage_columns<Element>(x + 4 * chunk, factor, shared, chunk);
   }
 }
 
@@ -91,7 +97,7 @@ __device__ __forceinline__ void store_key_gradients(const BackwardArguments& a, 
   using Element = typename Config::Element;
   const int first = consumer * 64 + threadIdx.x / 32 % 4 * 16;
   const auto store = [&](const float* x, const KeyGradient& gradient) {
-    if (is_part(a, t)) {
+    if (Config::kParts && t.split >= 0) {
       float4* const piece = first_piece<Config>(a, t.split, t.part, gradient.number, first);
 #pragma unroll
       for (int block = 0; block < Config::kColumnBlocks; ++block) {
@@ -121,7 +127,7 @@ __device__ __forceinline__ void store_key_gradient_by_tma(const BackwardArgument
                                                           const float* x, uint32_t staging) {
   using Element = typename Config::Element;
   static_assert(Config::kColumnBlocks == 1, "a warp has room for one column block");
-  if (is_part(a, t)) {
+  if (Config::kParts && t.split >= 0) {
     store_piece(first_piece<Config>(a, t.split, t.part, gradient.number, first), x);
     ptx::tma_store_commit();
     return;

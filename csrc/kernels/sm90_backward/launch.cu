@@ -15,7 +15,9 @@ template <class Config_>
 struct NarrowKernels {
   using Config = Config_;
   static constexpr auto kMain = backward_kernel<Config>;
+  static constexpr auto kMainOfParts = backward_kernel<WithParts<Config>>;
   static constexpr auto kPost = backward_postprocess_kernel<Config>;
+  static constexpr auto kPostOfParts = backward_postprocess_kernel<WithParts<Config>>;
   static constexpr int kBlocks = 1;
   static constexpr int kSharedBytes = sizeof(BackwardShared<Config>);
   static constexpr int kPostThreads = 128 * Config::kColumnBlocks;
@@ -59,7 +61,9 @@ const char* unsupported_backward(const BackwardParams& params) {
   return nullptr;
 }
 
-int64_t backward_workspace(const BackwardParams& params) { return backward_layout(params, current_device().sms).bytes; }
+int64_t backward_workspace(const BackwardParams& params) {
+  return backward_layout(params, current_device().sms).bytes;
+}
 
 const char* launch_backward(const BackwardParams& params, void* stream) {
   const ForwardParams& p = params.forward;

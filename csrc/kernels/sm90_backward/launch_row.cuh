@@ -93,9 +93,9 @@ inline bool takes_whole_heads(const ForwardParams& p, const BackwardTile& t, int
   return heads * 10 >= turns * sms * 9;
 }
 
-// Launches the kernels of `Kernels`: kMain with kBlocks thread blocks for each tile of keys, or if
-// kPersistent one for each SM; kPost with kPostThreads threads for each block of queries. See
-// launch.cu.
+// Launches the kernels of `Kernels`: kMain with kBlocks thread blocks for each SM or cluster, and
+// kPost with kPostThreads threads for each block of queries; if tiles have parts, kMainOfParts and
+// kPostOfParts. See launch.cu.
 template <class Kernels>
 cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cudaStream_t stream) {
   using Config = typename Kernels::Config;
@@ -120,8 +120,8 @@ cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cuda
                        first_are_longest);
   const int slots = device.sms / Kernels::kBlocks;
   if (a.packed) {
-    // The blocks of all sequences, longest first within a sequence. Of a call whose first tiles are
-    // the longest, the longest sequence's tiles of as many heads as fill the slots come together.
+    // The blocks of all sequences, longest first within a sequence. If the first tiles are the
+    // longest, those of as many heads come together as fill the slots in the longest sequence.
     const int longest = std::max(a.order.m_blocks, 1), heads = std::max(p.heads_kv, 1);
     const int64_t blocks = block_count(true, p.total_k, p.seqlen_k, p.batch, kTile.block_n);
     const int section = first_are_longest ? std::clamp(slots / longest, 1, heads) : 1;
@@ -147,10 +147,6 @@ cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cuda
   constexpr int kSharedBytes = Kernels::kSharedBytes;
   static_assert(kSharedBytes == kTile.shared_bytes(), "the tile table and the struct disagree");
   static_assert(kSharedBytes <= 232448, "shared memory of a thread block");
-  if (cudaError_t error = allow_shared_memory<Kernels::kMain>(device.device, kSharedBytes);
-      error != cudaSuccess) {
-    return error;
-  }
   const bool empty = p.batch == 0;
   const auto places = static_cast<unsigned>(empty ? 0 : query_places(p, kTile));
   const auto tiles = static_cast<unsigned>(empty || p.total_k == 0 ? 0 : key_tiles(p, kTile));
@@ -166,22 +162,31 @@ cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cuda
   if (tiles > 0 && !a.whole_heads) {
     const TileParts split = split_tiles(p, kTile, device.sms);
     a.whole_tiles = static_cast<int>(split.whole);
-    a.tiles = static_cast<int>(split.whole + split.split * split.parts);
+    a.tiles = static_cast<int>(split.units());
     a.parts = Divisor::of(split.parts);
     post_blocks +=
         static_cast<unsigned>(split.split) * kSumBlocks<Config, Kernels::kPostThreads / 32>;
   }
   a.places = static_cast<int>(places);
+  const bool has_parts = a.whole_tiles < a.tiles;
+  if (cudaError_t error =
+          has_parts ? allow_shared_memory<Kernels::kMainOfParts>(device.device, kSharedBytes)
+                    : allow_shared_memory<Kernels::kMain>(device.device, kSharedBytes);
+      error != cudaSuccess) {
+    return error;
+  }
   backward_preprocess_kernel<Config><<<std::max(places, 1u), kPreprocessThreads, 0, stream>>>(a);
   cudaError_t error = cudaGetLastError();
   if (error == cudaSuccess && tiles > 0) {
     const auto blocks = static_cast<unsigned>(std::min(a.tiles, slots) * Kernels::kBlocks);
-    error = launch_kernel(Kernels::kMain, blocks, kTile.threads(), kSharedBytes, stream, a);
+    error = launch_kernel(has_parts ? Kernels::kMainOfParts : Kernels::kMain, blocks,
+                          kTile.threads(), kSharedBytes, stream, a);
   }
   if (error == cudaSuccess && post_blocks > 0 && !a.whole_heads) {
     // The main kernel lets no other start early: this one starts when its last thread block ends,
     // and profilers count no wait as its time.
-    error = launch_kernel(Kernels::kPost, post_blocks, Kernels::kPostThreads, 0, stream, a);
+    error = launch_kernel(has_parts ? Kernels::kPostOfParts : Kernels::kPost, post_blocks,
+                          Kernels::kPostThreads, 0, stream, a);
   }
   return error;
 }

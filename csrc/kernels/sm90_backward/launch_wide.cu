@@ -11,7 +11,9 @@ template <class Config_>
 struct WideKernels {
   using Config = Config_;
   static constexpr auto kMain = wide_backward_kernel<Config>;
+  static constexpr auto kMainOfParts = wide_backward_kernel<WithParts<Config>>;
   static constexpr auto kPost = wide_postprocess_kernel<Config>;
+  static constexpr auto kPostOfParts = wide_postprocess_kernel<WithParts<Config>>;
   static constexpr int kBlocks = Config::kRanks;
   static constexpr int kSharedBytes = sizeof(WideShared<Config>);
   static constexpr int kPostThreads = kWidePostprocessThreads;

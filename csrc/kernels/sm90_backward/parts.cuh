@@ -20,15 +20,26 @@ __device__ __forceinline__ Part part_of(const BackwardArguments& a, int begin, i
   const int blocks = max(end - begin, 0), parts = a.parts.divisor;
   const int mask = a.tickets != nullptr ? a.turn_mask : 0;
   const auto cut = [&](int number) {
-    const int block = begin + blocks * number / parts;
+    const int block = begin + blocks * number / a.parts;
     return number == 0 ? begin : number == parts ? end : max(begin, block & ~mask);
   };
   return {cut(part), cut(part + 1)};
 }
 
-// Makes tile `t` the unit `number` of those after the whole tiles. The first part of a tile that no
-// query sees clears its keys. One lane.
-__device__ __forceinline__ void take_part(const BackwardArguments& a, int number, KeyTile& t) {
+// The tile that `unit` is, or is a part of. Units are the whole tiles, then the parts of the
+// others.
+__device__ __forceinline__ int tile_of(const BackwardArguments& a, int unit) {
+  return unit < a.whole_tiles ? unit : a.whole_tiles + (unit - a.whole_tiles) / a.parts;
+}
+
+// Turns the description of the tile into one of `unit`. If no query sees the tile, its first part
+// clears the keys. One lane.
+__device__ __forceinline__ void take_part(const BackwardArguments& a, int unit, KeyTile& t) {
+  const int number = unit - a.whole_tiles;
+  if (number < 0) {
+    t.split = -1;
+    return;
+  }
   const int split = number / a.parts, index = number - split * a.parts.divisor;
   const int begin = t.begin, end = t.end;
   const Part part = part_of(a, begin, end, index);
@@ -38,10 +49,6 @@ __device__ __forceinline__ void take_part(const BackwardArguments& a, int number
   t.start = part.begin + (t.start - begin) % max(part.end - part.begin, 1);
   t.begin = part.begin;
   t.end = part.end;
-}
-
-__device__ __forceinline__ bool is_part(const BackwardArguments& a, const KeyTile& t) {
-  return a.parts.divisor > 1 && t.split >= 0;
 }
 
 // A lane's first four of the first piece of a warp's rows of dV (`gradient` 0) or dK (1).

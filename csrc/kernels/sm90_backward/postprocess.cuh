@@ -10,15 +10,15 @@
 namespace attnscope::sm90 {
 
 // Stores dQ of a block, transposed in `gradient`, as rows of dq. A warp reads 16 columns of all
-// rows; 16 lanes write a row of 128.
+// rows; 16 lanes write a row of 128. `shared`: 20 KB of the thread block.
 template <class Config>
 __device__ __forceinline__ void store_transposed_query_block(const BackwardArguments& a,
                                                              const RowBlock& b, int head,
-                                                             const float* gradient) {
+                                                             const float* gradient,
+                                                             uint32_t shared) {
   using Element = typename Config::Element;
   constexpr int kRows = Config::kBlockM, kRowBytes = 2 * Config::kHeadDim;
   constexpr int kLanes = kRowBytes / 16;
-  __shared__ alignas(128) char staging[kRows * kRowBytes];
   const int thread = ptx::thread(), warp = thread / 32, lane = thread % 32;
   if (b.rows <= 0) return;
   uint32_t words[kRows / 4] = {};
@@ -32,7 +32,6 @@ __device__ __forceinline__ void store_transposed_query_block(const BackwardArgum
     }
   }
   // As in store_scores: a row's chunks of 16 bytes are permuted by its number modulo 8.
-  const uint32_t shared = ptx::shared_address(staging);
   const uint32_t write =
       shared + (lane / 16 * 8 + lane % 8) * kRowBytes + ((warp * 2 + lane / 8 % 2) ^ lane % 8) * 16;
 #pragma unroll
@@ -59,11 +58,14 @@ template <class Config>
 __global__ void __launch_bounds__(128 * Config::kColumnBlocks)
     backward_postprocess_kernel(const __grid_constant__ BackwardArguments a) {
   constexpr int kWarps = 4 * Config::kColumnBlocks;
-  __shared__ alignas(128) char staging[kWarps][2048];
-  const uint32_t own_staging = ptx::shared_address(staging[ptx::thread() / 32]);
+  constexpr int kStagedRows = Config::kTransposes ? Config::kBlockM : 64;
+  static_assert(kStagedRows >= 64, "2 KB for each warp");
+  __shared__ alignas(128) char staging[kStagedRows * Config::kHeadDim * 2];
+  const uint32_t shared = ptx::shared_address(staging);
+  const uint32_t own_staging = shared + ptx::thread() / 32 * 2048;
   ptx::await_kernel_before();
   const int place = blockIdx.x, head = place / a.all_queries;
-  if (place >= a.places) {
+  if (Config::kParts && place >= a.places) {
     sum_parts<Config, Config, kWarps>(a, place - a.places, own_staging);
     return;
   }
@@ -71,7 +73,7 @@ __global__ void __launch_bounds__(128 * Config::kColumnBlocks)
   const auto is_seen = [&] { return a.claims == nullptr || a.claims[place] != 0; };  // by a key
   const auto gradient = [&] { return a.gradient + int64_t{place} * Config::kGradientFloats; };
   if constexpr (Config::kTransposes) {
-    store_transposed_query_block<Config>(a, b, head, is_seen() ? gradient() : nullptr);
+    store_transposed_query_block<Config>(a, b, head, is_seen() ? gradient() : nullptr, shared);
   } else {
     const int column = threadIdx.x / 128;
     float x[32] = {};

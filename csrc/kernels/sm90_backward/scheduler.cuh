@@ -57,10 +57,9 @@ __device__ __forceinline__ void schedule(const BackwardArguments& a, BackwardSha
     timeline.tile(next.number, BackwardSchedulerTile::kHand);
     const bool last = next.index >= a.tiles;
     if (!last) {
-      describe_tile<Config>(a, next.index, next.key_block, t);
-      if (ptx::lane() == Config::kConsumers && next.index >= a.whole_tiles) {
-        take_part(a, next.index - a.whole_tiles, t);
-      }
+      const int tile = Config::kParts ? tile_of(a, next.index) : next.index;
+      describe_tile<Config>(a, tile, next.key_block, t);
+      if (Config::kParts && ptx::lane() == Config::kConsumers) take_part(a, next.index, t);
     } else if (ptx::lane() == 0) {
       t.rows = 0;
     }

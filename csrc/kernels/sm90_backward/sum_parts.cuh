@@ -11,41 +11,40 @@ namespace attnscope::sm90 {
 template <class Config, int kWarps>
 inline constexpr int kSumBlocks = Config::kTile.block_n / 16 * Config::kColumnBlocks * 2 / kWarps;
 
-// Stores dV and dK of the piece that warp number `number` of the call has, by way of 2 KB of shared
-// memory. The warps of a thread block have the same tile.
+// Stores dV or dK of a piece of a tile with parts, for each warp, by way of 2 KB of shared memory.
+// `block`: of those that sum. 16 columns at a time take few registers: dq needs many threads an SM.
 template <class Config, class TileConfig, int kWarps>
 __device__ __forceinline__ void sum_parts(const BackwardArguments& a, int block, uint32_t staging) {
   using Element = typename Config::Element;
-  constexpr BackwardTile kTile = Config::kTile;
-  constexpr int kBlocks = kSumBlocks<Config, kWarps>, kColumnBlocks = Config::kColumnBlocks;
-  static_assert(kBlocks * kWarps * 32 == kTile.block_n * kTile.head_dim / 16, "whole blocks");
+  constexpr int kGroups = Config::kTile.block_n / 16, kColumnBlocks = Config::kColumnBlocks;
+  constexpr int kPieces = kGroups * kColumnBlocks, kBlocks = kSumBlocks<Config, kWarps>;
+  static_assert(kBlocks * kWarps == 2 * kPieces, "a thread block has one tile");
   __shared__ KeyTile t;
   const int warp = threadIdx.x / 32, split = block / kBlocks;
-  const int first_part = a.whole_tiles + split * a.parts.divisor;
-  if (warp == 0) describe_tile<TileConfig>(a, first_part, 0, t);
+  if (warp == 0) describe_tile<TileConfig>(a, a.whole_tiles + split, 0, t);
   __syncthreads();
   const int piece = block % kBlocks * kWarps + warp, column = piece % kColumnBlocks;
-  const int row = piece / kColumnBlocks % (kTile.block_n / 16) * 16;
-  const int number = piece / kColumnBlocks / (kTile.block_n / 16);
+  const int row = piece / kColumnBlocks % kGroups * 16, number = piece / kPieces;
   if (t.begin >= t.end || row >= t.rows) return;
-  float x[32] = {};
-#pragma unroll 2
-  for (int index = 0; index < a.parts.divisor; ++index) {
-    const Part part = part_of(a, t.begin, t.end, index);
-    if (part.begin >= part.end) continue;
-    const float4* from = first_piece<Config>(a, split, index, number, row) + column * 256;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float4 y = __ldcg(from + i * 32);
-      x[4 * i] += y.x;
-      x[4 * i + 1] += y.y;
-      x[4 * i + 2] += y.z;
-      x[4 * i + 3] += y.w;
-    }
-  }
   const KeyGradient gradient = number == 0 ? value_gradient(a) : key_gradient(a);
-  store_rows<Element>(x, gradient.factor, staging, row_of<Element>(gradient, t, row) + column * 64,
-                      gradient.stride.row, t.rows - row, gradient.columns - column * 64);
+  const float4* const pieces = first_piece<Config>(a, split, 0, number, row) + column * 256;
+#pragma unroll 1
+  for (int group = 0; group < 8; group += 2) {  // of 8 columns
+    float x[8] = {};
+#pragma unroll 1
+    for (int index = 0; index < a.parts.divisor; ++index) {
+      const Part part = part_of(a, t.begin, t.end, index);
+      if (part.begin >= part.end) continue;
+      const float4* const from = pieces + int64_t{index} * (2 * kPieces * 256) + group * 32;
+      const float4 left = __ldcg(from), right = __ldcg(from + 32);
+      x[0] += left.x, x[1] += left.y, x[2] += left.z, x[3] += left.w;
+      x[4] += right.x, x[5] += right.y, x[6] += right.z, x[7] += right.w;
+    }
+    stage_columns<Element>(x, gradient.factor, staging, group);
+  }
+  __syncwarp();
+  copy_rows(staging, row_of<Element>(gradient, t, row) + column * 64, gradient.stride.row,
+            t.rows - row, gradient.columns - column * 64);
 }
 
 }  // namespace attnscope::sm90

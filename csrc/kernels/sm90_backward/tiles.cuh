@@ -36,9 +36,7 @@ __device__ __forceinline__ void describe_tile(const BackwardArguments& a, int in
     sequence = index / a.heads_kv;
     head_kv = index - sequence * a.heads_kv.divisor;
   } else {
-    int tile = index;
-    if (index >= a.whole_tiles) tile = a.whole_tiles + (index - a.whole_tiles) / a.parts;
-    find_tile<Config>(a, tile, head_kv, sequence, key_block);
+    find_tile<Config>(a, index, head_kv, sequence, key_block);
   }
   const Segment seg_q = segment(p.cu_seqlens_q, p.total_q, p.seqlen_q, sequence);
   const Segment seg_k = segment(p.cu_seqlens_k, p.total_k, p.seqlen_k, sequence);
@@ -66,7 +64,6 @@ __device__ __forceinline__ void describe_tile(const BackwardArguments& a, int in
     t.k_row = static_cast<int>(seg_k.row) + first_key;
     t.first_key = first_key;
     t.key_block = key_block;
-    t.split = -1;
     t.seqlen_q = seg_q.length;
     t.seqlen_k = seg_k.length;
     t.first_block = a.packed ? first_block(p.cu_seqlens_q, p.total_q, sequence, Config::kBlockM)

@@ -75,7 +75,7 @@ class WideConsumer : protected WideRole<Config> {
     constexpr int kBlocks = Config::kColumnBlocks / Config::kSlices;
     const KeyTile& t = Base::tile();
     const int warp = threadIdx.x / 32 % 4, first = rank * 64 + warp * 16;
-    if (is_part(a, t)) {
+    if (Config::kParts && t.split >= 0) {
       float4* const piece = first_piece<Config>(a, t.split, t.part, gradient.number, first);
 #pragma unroll
       for (int column = 0; column < Config::kColumnBlocks; ++column) {

@@ -54,10 +54,8 @@ __device__ __forceinline__ void schedule_wide(const BackwardArguments& a, WideSh
     }
     const bool last = index >= a.tiles;
     if (!last) {
-      describe_tile<WideTileConfig>(a, index, 0, t);
-      if (ptx::lane() == WideTileConfig::kConsumers && index >= a.whole_tiles) {
-        take_part(a, index - a.whole_tiles, t);
-      }
+      describe_tile<WideTileConfig>(a, Config::kParts ? tile_of(a, index) : index, 0, t);
+      if (Config::kParts && ptx::lane() == WideTileConfig::kConsumers) take_part(a, index, t);
     } else if (ptx::lane() == 0) {
       t.rows = 0;
     }

@@ -37,6 +37,7 @@ struct WideConfig {
   static constexpr int kStagedFloats = 512;
   static constexpr int kScoreStages = kTile.score_stages();
   static constexpr int kThreads = kTile.threads();
+  static constexpr bool kParts = false;  // see WithParts
   // Each multiprocessor has 512 registers for the four threads of one number. The first warpgroup
   // loads, the others see wide.cuh.
   static constexpr int kProducerRegisters = 32;

@@ -245,7 +245,7 @@ def _raise(message: bytes | None) -> None:
 
 
 def usage_of(usage: list[dict[str, Any]], tile: dict[str, int], mode: str) -> dict[str, Any]:
-    """Registers and spills of the instance that serves a tile."""
+    """Registers and spills of a tile's instance: of several, that with the most spills."""
     wanted = {"kernel": f"sm90_{mode}", **tile}
-    (found,) = (u for u in usage if symbol_matches(u["kernel"], wanted))
-    return found
+    instances = (u for u in usage if symbol_matches(u["kernel"], wanted))
+    return max(instances, key=lambda u: u["spill_store_bytes"])

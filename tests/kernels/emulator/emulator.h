@@ -274,6 +274,10 @@ inline int __shfl_sync(unsigned, int value, int lane) {
   });
   return operand.value;
 }
+template <class Value>
+Value __ldcg(const Value* address) {
+  return *address;
+}
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline unsigned __umulhi(unsigned a, unsigned b) {
   return static_cast<unsigned>(uint64_t{a} * b >> 32);

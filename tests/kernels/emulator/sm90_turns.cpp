@@ -39,12 +39,12 @@ const char* check_parts(const BackwardArguments& a) {
     const int tiles = a.order.tiles();
     for (int split = 0; split < tiles - a.whole_tiles; ++split) {
       const int first = a.whole_tiles + split * a.parts.divisor;
-      describe_tile<Config>(a, first, 0, whole);
+      describe_tile<Config>(a, a.whole_tiles + split, 0, whole);
       __syncwarp();
       int end = whole.begin;
       for (int part = 0; part < a.parts.divisor; ++part) {
-        describe_tile<Config>(a, first + part, 0, t);
-        if (threadIdx.x == Config::kConsumers) take_part(a, first + part - a.whole_tiles, t);
+        describe_tile<Config>(a, tile_of(a, first + part), 0, t);
+        if (threadIdx.x == Config::kConsumers) take_part(a, first + part, t);
         __syncwarp();
         if (threadIdx.x == 0) {
           const bool clears = part == 0 && whole.begin >= whole.end;
@@ -102,10 +102,8 @@ const char* check(const Call& c, int section, int turn_mask, int parts) {
   const int units = a.whole_tiles + (tiles - a.whole_tiles) * parts;
   // As the scheduler does.
   const auto describe = [&](int index, KeyTile& t) {
-    describe_tile<Config>(a, index, 0, t);
-    if (threadIdx.x == Config::kConsumers && index >= a.whole_tiles) {
-      take_part(a, index - a.whole_tiles, t);
-    }
+    describe_tile<Config>(a, tile_of(a, index), 0, t);
+    if (threadIdx.x == Config::kConsumers) take_part(a, index, t);
     __syncwarp();
   };
 

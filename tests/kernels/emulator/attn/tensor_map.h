@@ -3,7 +3,7 @@
 namespace attnscope {
 
 struct TensorMap {
-  int head_step, batch_step;
+  int map, head_step, batch_step;
 };
 
 }  // namespace attnscope
