@@ -9,8 +9,8 @@
 
 namespace attnscope::sm90 {
 
-// Puts `factor` times a warp's 16 rows of 64 columns into 2 KB of shared memory: rows of 128 bytes,
-// swizzled in chunks of 16 bytes. This: two chunks of them, the first one even.
+// Puts `factor` times 16 columns of a warp's 16 rows into shared memory, which has rows of 64
+// columns, swizzled in chunks of 8. `chunk`: the first of two, even.
 template <class Element>
 __device__ __forceinline__ void stage_columns(const float* x, float factor, uint32_t shared,
                                               int chunk) {
@@ -25,7 +25,7 @@ __device__ __forceinline__ void stage_columns(const float* x, float factor, uint
   ptx::stmatrix_x4(write ^ chunk * 16, words);
 }
 
-// All of them.
+// Puts all 64 columns there, 2 KB.
 template <class Element>
 __device__ __forceinline__ void stage_rows(const float* x, float factor, uint32_t shared) {
 #pragma unroll
