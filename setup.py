@@ -75,8 +75,7 @@ def cuda_home(nvcc: Path) -> Path:
 
 def compile_rank(source: Path) -> tuple[int, Path]:
     """Ninja compiles in the order of its file: slow sources first, so that none ends alone."""
-    slow = (*SLOW_FOLDERS, source.parent.name)
-    return slow.index(source.parent.name), source
+    return [*SLOW_FOLDERS, source.parent.name].index(source.parent.name), source
 
 
 def write_ninja(torch: Path, nvcc: Path | None, folder: Path, defines: str) -> list[Path]:
@@ -87,7 +86,7 @@ def write_ninja(torch: Path, nvcc: Path | None, folder: Path, defines: str) -> l
     nvtx = f"-isystem {home}/include" if home else ""
     lines = [f"builddir = {folder}", RULES]
     objects: dict[str, list[Path]] = {"_C": [], "_C_cuda": []}
-    logs = []
+    kernels, logs = [], []
 
     def compile_cpp(source: Path, flags: str) -> Path:
         out = folder / source.with_suffix(".o")
@@ -102,7 +101,7 @@ def write_ninja(torch: Path, nvcc: Path | None, folder: Path, defines: str) -> l
         logs.append(out.with_suffix(".ptxas"))
         lines.append(f"build {out} | {logs[-1]}: cuda {source}\n  log = {logs[-1]}")
         lines.append(f"  nvcc = {nvcc}\n  flags = {flags}")
-        objects["_C_cuda"].append(out)
+        kernels.append(out)
     for source in sorted(Path("csrc/cpu").glob("*.cpp")):
         objects["_C"].append(compile_cpp(source, HOST))
     for source in sorted(Path("csrc/binding").glob("*.cpp")):
@@ -114,6 +113,7 @@ def write_ninja(torch: Path, nvcc: Path | None, folder: Path, defines: str) -> l
             objects["_C"].append(out)
         if not source.stem.endswith("_cpu") and source.name not in ONLY_IN_C:
             objects["_C_cuda"].append(out)
+    objects["_C_cuda"] += kernels
 
     lines.append(f"build {folder}/_C.so: link {' '.join(map(str, objects['_C']))}\n  libs = {libs}")
     if nvcc:
