@@ -113,14 +113,12 @@ const char* check(const Call& c) {
       __syncthreads();
       // The last part of a tile: its rows of the call, if the tile has steps.
       if (threadIdx.x == 0 && unit % c.parts == c.parts - 1) {
-        KeyTile& whole = t;
         const auto store = [&](std::vector<Element>& out, const Strides& stride, int dim,
                                const std::vector<float>& from, float factor) {
-          for (int row = 0; whole.first_key + row < c.seqlen_k && row < Config::kBlockN; ++row) {
+          for (int row = 0; t.first_key + row < c.seqlen_k && row < Config::kBlockN; ++row) {
             for (int column = 0; column < dim; ++column) {
-              out[whole.batch * stride.batch + (whole.k_row + row) * stride.row +
-                  whole.head_kv * stride.head + column] =
-                  from_float<Element>(from[row * Config::kHeadDim + column] * factor);
+              out[t.batch * stride.batch + (t.k_row + row) * stride.row + t.head_kv * stride.head +
+                  column] = from_float<Element>(from[row * Config::kHeadDim + column] * factor);
               ++g_sums;
             }
           }
