@@ -190,6 +190,7 @@ def test_the_hopper_tile_table():
 BACKWARD = """
 #include "kernels/sm80_backward/config.cuh"
 #include "kernels/sm90_backward/config.cuh"
+#include "kernels/sm90_backward/order.h"
 using namespace attnscope;
 constexpr int kMost = 232448;  // shared memory of a thread block on Hopper
 constexpr bool every_hopper_tile_fits() {
@@ -230,6 +231,23 @@ static_assert(keys(64, 160, 32) == 192 && keys(64, 128, 32) == 128, "a head in o
 static_assert(keys(64, 197, 1000) == 128, "two tiles a head, of 192 keys with a third empty");
 static_assert(keys(64, 517, 32) == 192 && keys(64, 517, 32, 160) == 128, "160 tiles of 128 keys");
 static_assert(keys(128, 100, 1) == 128 && keys(256, 100, 1) == 128, "no row is alike");
+// Heads of a section on 132 SMs, where the Q, dO and dQ of `most` heads fit in L2.
+constexpr int section(int heads, int blocks, bool deterministic = false, int most = 8) {
+  return sm90::choose_section({blocks, heads, std::min(most, heads), 0}, 132, deterministic);
+}
+static_assert(section(128, 16) == 8 && section(8, 32, true) == 4 && section(14, 64) == 7);
+static_assert(section(12, 32, false, 2) == 6, "three heads would not fill the SMs");
+static_assert(section(10, 32) == 5 && section(28, 32) == 7 && section(60, 16, false, 16) == 15);
+static_assert(section(10, 64, false, 4) == 5, "four sections would not be equal");
+static_assert(section(9, 32) == 9 && section(9, 32, true) == 5, "few tiles of an odd number");
+static_assert(section(85, 16, false, 16) == 15, "six sections: the last one has 10 heads");
+static_assert(section(1, 500) == 1 && section(1, 500, true) == 1);
+constexpr int section_of_turns(int heads, int blocks, int slots, bool wide) {
+  return sm90::choose_section_of_turns({blocks, heads, 1, 0}, slots, wide);
+}
+static_assert(section_of_turns(128, 16, 132, false) == 8, "one wave");
+static_assert(section_of_turns(16, 128, 132, false) == 4, "at least four heads");
+static_assert(section_of_turns(8, 128, 66, true) == 1 && section_of_turns(2, 900, 1, true) == 1);
 // Parts of the last tiles of a call, and how many thread blocks those are.
 constexpr int64_t parts(int row, int seqlen, int heads, int group, int sms = 132,
                         int window = -1) {

@@ -119,11 +119,8 @@ def test_long_sequences(bf16_target, head_dim, mask):
 def test_blocks_of_80_queries(seqlen_q, seqlen_k, head_dim, dtype, causal):
     target = make_target("cuda-sm90", dtype)
     q, k, v = target.qkv(1, seqlen_q, seqlen_k, 4, 2, head_dim)
-    assert_gradients_match(target, q, k, v, causal=causal)
-    dout, dlse = upstream(target, q, v)
-    options = {"causal": causal, "dout": dout, "dlse": dlse, "deterministic": True}
-    first, second = (gradients(target, q, k, v, **options) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    for deterministic in (False, True):
+        assert_gradients_match(target, q, k, v, causal=causal, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
@@ -148,11 +145,8 @@ def test_heads_of_one_tile_or_two(seqlen_k, head_dim, mask):
     target = make_target("cuda-sm90", BF16)
     for heads in (2, 150):  # some SMs, or more heads than SMs
         qkv = target.qkv(1, 197, seqlen_k, heads, heads, head_dim)
-        assert_gradients_match(target, *qkv, **MASKS[mask])
-        dout, dlse = upstream(target, qkv[0], qkv[2])
-        options = {**MASKS[mask], "dout": dout, "dlse": dlse, "deterministic": True}
-        first, second = (gradients(target, *qkv, **options) for _ in range(2))
-        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        for deterministic in (False, True):
+            assert_gradients_match(target, *qkv, deterministic=deterministic, **MASKS[mask])
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "causal-softcap"])
@@ -161,11 +155,8 @@ def test_short_heads_that_fill_the_card(bf16_target, head_dim, group, mask):
     """Hopper: a thread block takes all tiles of a head and stores dq itself, in one order."""
     heads = torch.cuda.get_device_properties(0).multi_processor_count
     qkv = bf16_target.qkv(2, 200, 333, heads * group, heads, head_dim)
-    assert_gradients_match(bf16_target, *qkv, **MASKS[mask])
-    dout, dlse = upstream(bf16_target, qkv[0], qkv[2])
-    options = {**MASKS[mask], "dout": dout, "dlse": dlse, "deterministic": True}
-    first, second = (gradients(bf16_target, *qkv, **options) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    for deterministic in (False, True):
+        assert_gradients_match(bf16_target, *qkv, deterministic=deterministic, **MASKS[mask])
 
 
 PARTS = {  # batch, queries, keys, heads, key heads, head dim
@@ -177,6 +168,16 @@ PARTS = {  # batch, queries, keys, heads, key heads, head dim
     "less wide": (1, 700, 1000, 4, 1, 192),
     "more keys than queries": (1, 333, 2000, 4, 1, 128),
 }
+ALTERNATES = {
+    "192 keys": (2, 1030, 1100, 30, 30, 64),
+    "128 keys": (1, 1000, 1000, 33, 33, 64),
+    "64 queries": (1, 1100, 1100, 32, 16, 128),
+    "80 queries": (1, 4200, 4300, 10, 5, 96),
+    "wide": (1, 1100, 1200, 16, 8, 256),
+    "less wide": (3, 700, 900, 4, 4, 192),
+    "more keys than queries": (1, 333, 2500, 10, 10, 128),
+    "rows without keys": (2, 2000, 1000, 12, 12, 128),
+}
 SPLITS_WAVES = {  # without a mask the last of several waves is split
     "narrow wave": (1, 2100, 700, 25, 25, 128),
     "short wave": (1, 3000, 2051, 25, 25, 64),
@@ -184,13 +185,13 @@ SPLITS_WAVES = {  # without a mask the last of several waves is split
 }
 
 
-def parts_of(q, k, v, causal=False, window=(-1, -1), softcap=0.0) -> int:
+def choice_of(q, k, v, causal=False, window=(-1, -1), softcap=0.0) -> dict[str, Any]:
     device = torch.cuda.get_device_properties(q.device)
     call = Call(
         q.shape[-1], v.shape[-1], q.shape[1], k.shape[1], len(q), q.shape[2], k.shape[2], causal,
         window, False, softcap, device.multi_processor_count, 10 * device.major + device.minor,
     )  # fmt: skip
-    return choose_backward(call)["parts"]
+    return choose_backward(call)
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -200,8 +201,9 @@ def test_parts_of_few_tiles(name, mask):
     target = make_target("cuda-sm90", BF16)
     batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = PARTS[name]
     qkv = target.qkv(batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim)
-    assert mask == "band" or parts_of(*qkv, **MASKS[mask]) > 1  # few queries see a tile
-    check_parts(target, qkv, MASKS[mask])
+    assert mask == "band" or choice_of(*qkv, **MASKS[mask])["parts"] > 1  # few queries see a tile
+    for deterministic in (False, True):
+        assert_gradients_match(target, *qkv, deterministic=deterministic, **MASKS[mask])
 
 
 @pytest.mark.parametrize("name", SPLITS_WAVES)
@@ -209,17 +211,23 @@ def test_parts_of_the_last_wave(name):
     target = make_target("cuda-sm90", BF16)
     batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = SPLITS_WAVES[name]
     qkv = target.qkv(batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim)
-    assert parts_of(*qkv) > 1
-    check_parts(target, qkv, {})
+    assert choice_of(*qkv)["parts"] > 1
+    for deterministic in (False, True):
+        assert_gradients_match(target, *qkv, deterministic=deterministic)
 
 
-def check_parts(target: Target, qkv: tuple[torch.Tensor, ...], options: dict[str, Any]) -> None:
-    assert_gradients_match(target, *qkv, **options)
-    dout, dlse = upstream(target, qkv[0], qkv[2])
-    call = {**options, "dout": dout, "dlse": dlse, "deterministic": True}
-    results = [gradients(target, *qkv, **call) for _ in range(3)]
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+@pytest.mark.parametrize("name", ALTERNATES)
+def test_turns_that_ascend_and_descend(name, softcap):
+    """Hopper: causal calls with more tiles than fit at once; an odd number of heads too."""
+    target = make_target("cuda-sm90", BF16)
+    batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = ALTERNATES[name]
+    qkv = target.qkv(batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim)
+    options = {"causal": True, "softcap": softcap}
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    assert choice_of(*qkv, **options)["tiles"] > sms // (1 + (head_dim > 128))
+    for deterministic in (False, True):
+        assert_gradients_match(target, *qkv, deterministic=deterministic, **options)
 
 
 def packed_call(target: Target, lengths: list[tuple[int, int]], head_dim: int):

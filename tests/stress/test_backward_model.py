@@ -278,10 +278,10 @@ class Narrow:
 class Turns:
     """Deterministic calls: key blocks add to the same blocks of queries, and take turns.
 
-    Key block 0 is the last of the sequence: it adds first. Step n is a turn: a part of dQ in global
-    memory, and its ticket. One role of a key block awaits the turns, the writer takes them. A key
-    block is at most `lead` steps ahead of the next one, since a tile has an end. `missing` is what
-    a mutant lacks.
+    Key block 0 is the last of the sequence, or where turns ascend the first: it adds first. Step n
+    is a turn: a part of dQ in global memory, and its ticket. One role of a key block awaits the
+    turns, the writer takes them and passes them on. A key block is at most `lead` steps ahead of
+    the next one, since a tile has an end. `missing` is what a mutant lacks.
     """
 
     def __init__(self, key_blocks: int, lead: int, missing: str = "") -> None:
@@ -298,7 +298,7 @@ class Turns:
         for i in every:
             roles += [Role(f"consumer {i}", lambda n, _, i=i: self.stage(i, n))]
             roles += [Role(f"awaits {i}", lambda n, _, i=i: self.await_turn(i, n))]
-            roles += [Role(f"writer {i}", lambda n, on, i=i: self.add(i, n, on), False)]
+            roles += [Role(f"writer {i}", lambda n, _, i=i: self.add(i, n))]
         barriers = (*self.full, *self.empty, *self.ticket, *self.turn_full, *self.turn_empty)
         self.model = Model(tuple(roles), (*self.dq, *self.sums), barriers)
 
@@ -313,13 +313,7 @@ class Turns:
             yield wait_before(self.turn_empty[i], n)
         yield arrive(self.turn_full[i], n)
 
-    def add(self, i: int, n: int, added: bool) -> Step:
-        """`added`: the turn of use n - 1 has not been passed on yet."""
-        if added and self.missing == "complete":  # only read from shared memory
-            yield arrive(self.ticket[i], n - 1)
-            yield finish(self.sums[i], n - 1)
-        elif added:
-            yield publish(self.ticket[i], n - 1, writes=self.sums[i])
+    def add(self, i: int, n: int) -> Step:
         if i + 1 < self.key_blocks:
             yield wait_before(self.ticket[i + 1], n)  # the end of the tile
         if self.missing != "turn_full":
@@ -330,7 +324,11 @@ class Turns:
         before = read(self.sums[i - 1], n) if i else read((), n)
         yield together(before, write(self.sums[i], n))
         yield arrive(self.empty[i], n, reads=self.dq[i])
-        return True
+        if self.missing == "complete":  # only read from shared memory
+            yield arrive(self.ticket[i], n)
+            yield finish(self.sums[i], n)
+        else:
+            yield publish(self.ticket[i], n, writes=self.sums[i])
 
 
 @pytest.mark.parametrize(

@@ -165,12 +165,20 @@ def assert_gradients_match(
     v: Tensor,
     *packing: Any,
     use_dlse: bool = True,
+    deterministic: bool = False,
     **options: Any,
 ) -> Gradients:
-    """Check an implementation on a call with random dout (and dlse); return its gradients."""
+    """Check an implementation on a call with random dout (and dlse); return its gradients.
+
+    `deterministic` calls are made three times, and must give the same bits.
+    """
     dout, dlse = upstream(t, q, v)
     tensors = (q, k, v, dout, dlse if use_dlse else torch.zeros_like(dlse))
-    got = gradients(t, q, k, v, *packing, dout=dout, dlse=dlse if use_dlse else None, **options)
+    call: dict[str, Any] = {"dout": dout, "dlse": dlse if use_dlse else None, **options}
+    got = gradients(t, q, k, v, *packing, deterministic=deterministic, **call)
+    for _ in range(2 * deterministic):
+        again = gradients(t, q, k, v, *packing, deterministic=True, **call)
+        assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
     want = naive_gradients(torch.float64, tensors, packing, **options)
     baseline = naive_gradients(t.dtype, tensors, packing, **options)
     assert_close(got, want, baseline, t.dtype)

@@ -275,6 +275,7 @@ class BackwardConsumer {
     tile = &s.tile[slot.stage];
     begin = ptx::uniform(tile->begin);
     end = ptx::uniform(tile->end);
+    direction = ptx::uniform(tile->direction);
     first_seen = ptx::uniform(tile->consumer[consumer].begin);
     end_seen = ptx::uniform(tile->consumer[consumer].end);
     full_begin = ptx::uniform(tile->consumer[consumer].full_begin);
@@ -388,8 +389,7 @@ class BackwardConsumer {
     return block < full_begin || block >= full_end;
   }
   __device__ __forceinline__ void advance_block() {
-    ++block;
-    if (block == end) block = begin;
+    block = next_block(block, direction, begin, end);
   }
   __device__ __forceinline__ int ragged_rows() const { return tile->seqlen_q % kBlockM; }
 
@@ -441,7 +441,7 @@ class BackwardConsumer {
   float dk[Config::kHeadDim / 2], dv[Config::kHeadDim / 2];
   int turn;                                                    // until this consumer computes dQ
   int begin, end, first_seen, end_seen, full_begin, full_end;  // blocks of queries, see KeyTile
-  int block;                                                   // of the step
+  int block, direction;                                        // of the step; to the next block
   int ragged_block;     // packed: the block with rows past the end of the sequence; -1: none
   bool loaded = false;  // Q, V and dO of the step
   bool staged = false;  // dQ of the step before, which has not been passed on

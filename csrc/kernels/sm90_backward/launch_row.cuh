@@ -7,13 +7,12 @@
 #include <climits>
 
 #include "attn/device.h"
+#include "kernels/sm90_backward/order.h"
 #include "kernels/sm90_backward/preprocess.cuh"
 #include "kernels/sm90_backward/shared.cuh"
 #include "kernels/sm90_backward/sum_parts.cuh"
 
 namespace attnscope::sm90 {
-
-constexpr int ceil_div(int value, int divisor) { return value / divisor + (value % divisor != 0); }
 
 // Boxes of `key_rows` rows of K and V, `query_rows` of Q and dO, and `stored_rows` of dK and dV; 0:
 // these need no maps.
@@ -52,24 +51,6 @@ inline cudaError_t launch_kernel(void (*kernel)(BackwardArguments), unsigned blo
   config.attrs = &attribute;
   config.numAttrs = 1;
   return cudaLaunchKernelEx(&config, kernel, a);
-}
-
-// The heads whose tiles come together, with `slots` SMs or clusters.
-//
-// First tiles longest: heads whose tiles fill the slots once, to nine tenths, if the call has an
-// even number of such sections. Who had a long tile then gets a short one of the next section, and
-// L2 holds less than with more heads. Otherwise as many heads as fit in L2, which balances better.
-//
-// Deterministic: tiles that take turns one after the other start one after the other, see Turns. So
-// the slots are filled once. But with fewer than four heads, a late tile holds up more others.
-inline int choose_section(const TileOrder& order, int slots, bool first_are_longest,
-                          bool deterministic, bool wide) {
-  const int filled = slots / std::max(order.m_blocks, 1), heads = std::max(order.heads, 1);
-  if (!first_are_longest) return std::clamp(filled, std::min(wide ? 1 : 4, heads), heads);
-  int section = filled;
-  while (section * order.m_blocks * 10 >= slots * 9 && heads % (2 * section) != 0) --section;
-  if (section * order.m_blocks * 10 < slots * 9) section = order.section;
-  return deterministic ? std::clamp(section, std::min(order.section, 4), order.section) : section;
 }
 
 inline constexpr int64_t kZeroedFloats = 1 << 20;
@@ -126,9 +107,10 @@ cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cuda
     const int64_t blocks = block_count(true, p.total_k, p.seqlen_k, p.batch, kTile.block_n);
     const int section = first_are_longest ? std::clamp(slots / longest, 1, heads) : 1;
     a.order = {static_cast<int>(blocks), p.heads_kv, params.deterministic ? heads : section, 0};
-  } else if (first_are_longest || params.deterministic) {
-    a.order.section =
-        choose_section(a.order, slots, first_are_longest, params.deterministic, kTile.wide());
+  } else if (first_are_longest) {
+    a.order.section = choose_section(a.order, slots, params.deterministic);
+  } else if (params.deterministic) {
+    a.order.section = choose_section_of_turns(a.order, slots, kTile.wide());
   }
   const BackwardWorkspace w = backward_layout(params, device.sms);
   char* workspace = static_cast<char*>(params.workspace);
@@ -136,8 +118,6 @@ cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cuda
   a.gradient = reinterpret_cast<float*>(workspace + w.gradient);
   a.partial = reinterpret_cast<float*>(workspace + w.parts);
   a.tickets = params.deterministic ? reinterpret_cast<int*>(workspace + w.tickets) : nullptr;
-  // Under a causal mask two tiles of a head that run at the same time are two blocks apart.
-  a.turn_mask = !kTile.wide() && p.window_right >= 0 ? 1 : 0;
   a.counter = reinterpret_cast<int*>(workspace + w.counter);
 
   if (p.total_q > 0 && p.total_k > 0 &&
@@ -152,6 +132,12 @@ cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cuda
   const auto tiles = static_cast<unsigned>(empty || p.total_k == 0 ? 0 : key_tiles(p, kTile));
   a.whole_heads = !kTile.wide() && tiles > 0 && takes_whole_heads(p, kTile, device.sms);
   if (a.whole_heads) a.tickets = nullptr;
+  a.alternates = a.tickets != nullptr && first_are_longest && !a.packed &&
+                 tiles > static_cast<unsigned>(slots);
+  // Under a causal mask two tiles of a head that run at the same time are 128 queries apart: two
+  // blocks of 64, but not of 80.
+  const bool are_close = kTile.transposes() && a.alternates;
+  a.turn_mask = !kTile.wide() && p.window_right >= 0 && !are_close ? 1 : 0;
   // Zeroes of a small dQ stay in L2, and cost less than the wait for a first part.
   const bool is_small = int64_t{places} * Config::kGradientFloats <= kZeroedFloats;
   if (!kTile.wide() && !a.whole_heads && (params.deterministic || !is_small)) {
@@ -167,7 +153,6 @@ cudaError_t launch(const BackwardParams& params, const DeviceFacts& device, cuda
     post_blocks +=
         static_cast<unsigned>(split.split) * kSumBlocks<Config, Kernels::kPostThreads / 32>;
   }
-  a.places = static_cast<int>(places);
   const bool has_parts = a.whole_tiles < a.tiles;
   if (cudaError_t error =
           has_parts ? allow_shared_memory<Kernels::kMainOfParts>(device.device, kSharedBytes)

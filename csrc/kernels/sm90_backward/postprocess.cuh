@@ -65,8 +65,9 @@ __global__ void __launch_bounds__(128 * Config::kColumnBlocks)
   const uint32_t own_staging = shared + ptx::thread() / 32 * 2048;
   ptx::await_kernel_before();
   const int place = blockIdx.x, head = place / a.all_queries;
-  if (Config::kParts && place >= a.places) {
-    sum_parts<Config, Config, kWarps>(a, place - a.places, own_staging);
+  if (Config::kParts && head >= a.params.forward.heads_q) {
+    sum_parts<Config, Config, kWarps>(a, place - a.params.forward.heads_q * a.query_blocks,
+                                      own_staging);
     return;
   }
   const RowBlock b = query_block<Config>(a, place - head * a.all_queries.divisor);

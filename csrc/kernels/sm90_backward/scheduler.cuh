@@ -2,7 +2,6 @@
 #pragma once
 
 #include "kernels/sm90_backward/marks.cuh"
-#include "kernels/sm90_backward/parts.cuh"
 #include "kernels/sm90_backward/shared.cuh"
 #include "kernels/sm90_backward/tiles.cuh"
 #include "ptx/sync.cuh"
@@ -57,9 +56,7 @@ __device__ __forceinline__ void schedule(const BackwardArguments& a, BackwardSha
     timeline.tile(next.number, BackwardSchedulerTile::kHand);
     const bool last = next.index >= a.tiles;
     if (!last) {
-      const int tile = Config::kParts ? tile_of(a, next.index) : next.index;
-      describe_tile<Config>(a, tile, next.key_block, t);
-      if (Config::kParts && ptx::lane() == Config::kConsumers) take_part(a, next.index, t);
+      describe_unit<Config, Config::kParts>(a, next.index, next.key_block, t);
     } else if (ptx::lane() == 0) {
       t.rows = 0;
     }

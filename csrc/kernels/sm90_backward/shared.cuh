@@ -63,6 +63,12 @@ struct WithParts : Config {
   static constexpr bool kParts = true;
 };
 
+// The block after `block` of [begin, end), which start again after the last one.
+__device__ __forceinline__ int next_block(int block, int direction, int begin, int end) {
+  block += direction;
+  return block == end ? begin : block < begin ? end - 1 : block;
+}
+
 // One tile of keys, described once for all roles. Blocks are blocks of queries.
 struct alignas(128) KeyTile {
   int rows;       // keys of the tile; 0: there is no tile
@@ -75,14 +81,15 @@ struct alignas(128) KeyTile {
   int seqlen_q, seqlen_k;
   int first_block;  // number of the sequence's first block among those of a head
   int begin, end;   // the blocks that see a key of the tile
-  int start;        // the first of them in turn; after the last one comes `begin`
+  int start;        // the first of them in turn
+  int direction;    // 1: then come the later ones, then those from `begin` on; or -1, see Turns
   // The blocks that see one of a consumer's 64 keys; full_begin, full_end: all of them.
   BlockRange consumer[3];
   // With parts: the tile's number among those that have some, and the part; otherwise split is -1.
   int split, part;
 
   __device__ __forceinline__ int block_after(int block) const {
-    return block + 1 < end ? block + 1 : begin;
+    return next_block(block, direction, begin, end);
   }
 };
 
@@ -154,7 +161,6 @@ struct BackwardArguments {
   int group;              // query heads of a key head
   int query_blocks;       // of a head, in the whole batch
   Divisor all_queries;    // the same
-  int places;             // blocks of queries in the whole call
   Divisor dense_queries;  // dense: blocks of queries in a sequence
   bool packed;
   bool whole_heads;  // see launch_row.cuh
@@ -163,10 +169,11 @@ struct BackwardArguments {
   Divisor parts;
   float* statistics;
   float* gradient;
-  int* tickets;    // null unless deterministic
-  int turn_mask;   // a turn is one block of queries: 0; two, the first one even: 1
-  float* partial;  // dV and dK of parts
-  int* claims;     // null if the preprocess zeroes dQ, or if heads are whole; see claims.cuh
+  int* tickets;     // null unless deterministic
+  int turn_mask;    // a turn is one block of queries: 0; two, the first one even: 1
+  bool alternates;  // turns ascend in every other section of heads, see Turns
+  float* partial;   // dV and dK of parts
+  int* claims;      // null if the preprocess zeroes dQ, or if heads are whole; see claims.cuh
   int* counter;
 };
 

@@ -27,7 +27,6 @@ __device__ __forceinline__ void sum_parts(const BackwardArguments& a, int block,
   const int row = piece / kColumnBlocks % kGroups * 16, number = piece / kPieces;
   if (t.begin >= t.end || row >= t.rows) return;
   const KeyGradient gradient = number == 0 ? value_gradient(a) : key_gradient(a);
-  const float4* const pieces = first_piece<Config>(a, split, 0, number, row) + column * 256;
 #pragma unroll 1
   for (int group = 0; group < 8; group += 2) {  // of 8 columns
     float x[8] = {};
@@ -35,7 +34,8 @@ __device__ __forceinline__ void sum_parts(const BackwardArguments& a, int block,
     for (int index = 0; index < a.parts.divisor; ++index) {
       const Part part = part_of(a, t.begin, t.end, index);
       if (part.begin >= part.end) continue;
-      const float4* const from = pieces + int64_t{index} * (2 * kPieces * 256) + group * 32;
+      const float4* const from =
+          first_piece<Config>(a, split, index, number, row) + column * 256 + group * 32;
       const float4 left = __ldcg(from), right = __ldcg(from + 32);
       x[0] += left.x, x[1] += left.y, x[2] += left.z, x[3] += left.w;
       x[4] += right.x, x[5] += right.y, x[6] += right.z, x[7] += right.w;

@@ -1,18 +1,24 @@
 // Which tile of keys a thread block works on, and the queries that see it.
 #pragma once
 
+#include "kernels/sm90_backward/parts.cuh"
 #include "kernels/sm90_backward/shared.cuh"
 
 namespace attnscope::sm90 {
 
-// Tiles with the most queries come first. A deterministic call takes the last key blocks of a
-// sequence first, see Turns.
+// Whether turns of head number `head` of the batch ascend.
+__device__ __forceinline__ bool turns_ascend(const BackwardArguments& a, int head) {
+  return a.alternates && head / a.order.section % 2 != 0;
+}
+
+// Tiles with the most queries come first; but last where turns descend, see Turns.
 template <class Config>
 __device__ __forceinline__ void find_tile(const BackwardArguments& a, int index, int& head_kv,
                                           int& sequence, int& key_block) {
   const ForwardParams& p = a.params.forward;
   const Tile tile = tile_at(a.order, index);
-  const int block = a.tickets != nullptr ? tile.m_block : a.order.m_blocks - 1 - tile.m_block;
+  const bool descend = a.tickets != nullptr && !turns_ascend(a, tile.head);
+  const int block = descend ? tile.m_block : a.order.m_blocks - 1 - tile.m_block;
   if (a.packed) {
     head_kv = tile.head;
     sequence = find_sequence(p.cu_seqlens_k, p.total_k, p.batch, Config::kBlockN, block);
@@ -37,6 +43,9 @@ __device__ __forceinline__ void describe_tile(const BackwardArguments& a, int in
     head_kv = index - sequence * a.heads_kv.divisor;
   } else {
     find_tile<Config>(a, index, head_kv, sequence, key_block);
+  }
+  if (lane == Config::kConsumers) {  // early: it then takes no register
+    t.direction = turns_ascend(a, sequence * a.heads_kv.divisor + head_kv) ? -1 : 1;
   }
   const Segment seg_q = segment(p.cu_seqlens_q, p.total_q, p.seqlen_q, sequence);
   const Segment seg_k = segment(p.cu_seqlens_k, p.total_k, p.seqlen_k, sequence);
@@ -68,14 +77,24 @@ __device__ __forceinline__ void describe_tile(const BackwardArguments& a, int in
     t.seqlen_k = seg_k.length;
     t.first_block = a.packed ? first_block(p.cu_seqlens_q, p.total_q, sequence, Config::kBlockM)
                              : sequence * a.dense_queries.divisor;
-    t.begin = t.start = range.begin;
+    t.begin = range.begin;
     t.end = range.end;
+    t.start = a.alternates && t.direction < 0 ? range.end - 1 : range.begin;
     // Tiles that see the same blocks start at different ones: otherwise they wait for each other's
     // first part (claims.cuh), or add to the same addresses at once.
     if (p.window_right < 0 && !a.whole_heads && a.tickets == nullptr) {
       t.start += first_key / Config::kBlockM % max(range.end - range.begin, 1);
     }
   }
+}
+
+// Describes a tile or a part of one, see tile_of. `unit` may be in shared memory: it is read again
+// rather than kept in a register. Warp-converged.
+template <class Config, bool kParts = true>
+__device__ __forceinline__ void describe_unit(const BackwardArguments& a, const int& unit,
+                                              int key_block, KeyTile& t) {
+  describe_tile<Config>(a, kParts ? tile_of(a, unit) : unit, key_block, t);
+  if (kParts && ptx::lane() == Config::kConsumers) take_part(a, unit, t);
 }
 
 }  // namespace attnscope::sm90

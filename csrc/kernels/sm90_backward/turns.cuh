@@ -1,16 +1,22 @@
 // Turns: the order in which key blocks add to dQ in a deterministic call.
 //
 // A ticket counts the key blocks that have added to a block of queries of a head, or to two, see
-// `turn_mask`. The last key block that a query sees adds first, the others in descending order:
-// under a causal mask a tile then starts at the blocks of queries where its turn is the first.
+// `turn_mask`. Turns descend: the last key block that a query sees adds first. Under a causal mask
+// a tile then starts at the blocks of queries where its turn is the first.
+//
+// But with descending turns the longest tiles of a causal call come last, and its end is badly
+// balanced. So in every other section of heads (`alternates`) turns ascend: tiles of key block 0,
+// the longest, come and add first, and go through the queries from the last block to the first.
+// Who had a short tile takes a long one. It starts earlier than the next key block of its head, and
+// stays ahead of it.
 //
 // One thread waits for the turns, ahead of who adds dQ. Who waits for the ticket, and then for its
 // own additions, has little time left for dQ.
 //
-// Progress: tiles are taken from a counter, the last key blocks of a sequence first, and a thread
-// block (wide: a cluster) works on its tiles in this order. A tile waits only for tiles of later
-// key blocks, which were taken before. So of all tiles that have been taken and have not ended, the
-// first one runs and waits for none.
+// Progress: tiles are taken from a counter, those of a head in the order of its turns, and a thread
+// block (wide: a cluster) works on its tiles in this order. A tile waits only for tiles that were
+// taken before. So of all tiles that have been taken and have not ended, the first one runs and
+// waits for none.
 #pragma once
 
 #include "kernels/sm90_backward/barriers.cuh"
@@ -28,13 +34,14 @@ struct Turns {
     const ForwardParams& p = a.params.forward;
     const Window window{t.seqlen_k - t.seqlen_q, p.window_left, p.window_right};
     const int last_row = min((block + 1) * Config::kBlockM, t.seqlen_q) - 1;
-    return (window.end_key(last_row, t.seqlen_k) - 1) / Config::kBlockN - t.key_block;
+    const int after = (window.end_key(last_row, t.seqlen_k) - 1) / Config::kBlockN - t.key_block;
+    return t.direction < 0 ? t.key_block : after;  // where turns ascend, no key is hidden before
   }
 
   // Whether a turn of tile `t` begins at `block`.
   __device__ __forceinline__ static bool begins(const BackwardArguments& a, const KeyTile& t,
                                                 int block) {
-    return block == t.begin || (block & a.turn_mask) == 0;
+    return block == t.start || (block & a.turn_mask) == (t.direction < 0 ? a.turn_mask : 0);
   }
 
   // The number of the ticket of a block of queries, which is number `place` of all.
@@ -68,12 +75,13 @@ __device__ __forceinline__ void await_turns(const BackwardArguments& a, Shared& 
     const KeyTile& t = s.tile[slot.stage];
     if (t.rows == 0) return;
     // Read before the last turn of the tile has come: then the description may change.
-    const int begin = t.begin, end = t.end;
+    const int start = t.start, begin = t.begin, end = t.end, direction = t.direction;
     int place = first_place(a, t);
 #pragma unroll 1
     for (int head = 0; head < a.group; ++head, place += a.query_blocks) {
 #pragma unroll 1
-      for (int block = begin; block < end; block = (block | a.turn_mask) + 1) {
+      for (int block = start; block >= begin && block < end;
+           block = direction < 0 ? (block & ~a.turn_mask) - 1 : (block | a.turn_mask) + 1) {
         Turns::await(a, t, place + block, block);
         wait(s.turn_empty, turns & 1 ^ 1);
         ptx::mbarrier_arrive(ptx::shared_address(&s.turn_full));

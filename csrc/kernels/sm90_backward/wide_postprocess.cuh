@@ -18,8 +18,8 @@ __global__ void __launch_bounds__(kWidePostprocessThreads)
   __shared__ alignas(128) Element staging[4][16 * 64];
   ptx::await_kernel_before();
   const int place = blockIdx.x, head = place / a.all_queries;
-  if (Config::kParts && place >= a.places) {
-    sum_parts<Config, WideTileConfig, 4>(a, place - a.places,
+  if (Config::kParts && head >= a.params.forward.heads_q) {
+    sum_parts<Config, WideTileConfig, 4>(a, place - a.params.forward.heads_q * a.query_blocks,
                                          ptx::shared_address(staging[threadIdx.x / 32]));
     return;
   }

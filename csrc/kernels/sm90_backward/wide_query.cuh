@@ -11,7 +11,7 @@ namespace attnscope::sm90 {
 template <class Config>
 class QueryConsumer : WideRole<Config> {
   using Base = WideRole<Config>;
-  using Base::a, Base::s, Base::rank, Base::begin, Base::end, Base::start;
+  using Base::a, Base::s, Base::rank, Base::start;
   using Base::block, Base::steps, Base::first, Base::tiles;
   using Base::kBlockM;
   static constexpr int kRanks = Config::kRanks, kColumnBlocks = Config::kColumnBlocks;
@@ -57,8 +57,9 @@ class QueryConsumer : WideRole<Config> {
         add(dq, column);
       }
       if constexpr (!Config::kStagesGradient) finish_turn();
-      place += block == end - 1 ? begin - block : 1;
+      const int before = block;
       Base::advance_block();
+      place += block - before;
       if (block == start) place += a.query_blocks;  // the next head's
     }
     finish_turn();
@@ -183,8 +184,8 @@ __device__ __forceinline__ void pass_turns(const BackwardArguments& a, WideShare
     wait(s.tile_full[slot.stage], slot.parity);
     const KeyTile& t = s.tile[slot.stage];
     if (t.rows == 0) return;
-    int* ticket = a.tickets + first_place(a, t) + t.begin;
-    const int blocks = t.end - t.begin;
+    int* ticket = a.tickets + first_place(a, t) + t.start;
+    const int blocks = t.end - t.begin, direction = t.direction;
     ptx::mbarrier_arrive(ptx::shared_address(&s.tile_empty[slot.stage]));
 #pragma unroll 1
     for (int head = 0; head < a.group; ++head, ticket += a.query_blocks) {
@@ -193,7 +194,7 @@ __device__ __forceinline__ void pass_turns(const BackwardArguments& a, WideShare
         wait(s.turn_added, turns & 1);
         ptx::mbarrier_arrive(ptx::shared_address(&s.turn_empty));
         inject(Fault::kTurn, turns);
-        ptx::release_add(ticket + i);
+        ptx::release_add(ticket + i * direction);
       }
     }
   }

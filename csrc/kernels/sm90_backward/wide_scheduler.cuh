@@ -1,7 +1,6 @@
 // The scheduler of the wide kernel: a warp of each rank describes the tiles of the cluster.
 #pragma once
 
-#include "kernels/sm90_backward/parts.cuh"
 #include "kernels/sm90_backward/scheduler.cuh"
 #include "kernels/sm90_backward/tiles.cuh"
 #include "kernels/sm90_backward/wide_shared.cuh"
@@ -54,8 +53,7 @@ __device__ __forceinline__ void schedule_wide(const BackwardArguments& a, WideSh
     }
     const bool last = index >= a.tiles;
     if (!last) {
-      describe_tile<WideTileConfig>(a, Config::kParts ? tile_of(a, index) : index, 0, t);
-      if (Config::kParts && ptx::lane() == WideTileConfig::kConsumers) take_part(a, index, t);
+      describe_unit<WideTileConfig, Config::kParts>(a, index, 0, t);
     } else if (ptx::lane() == 0) {
       t.rows = 0;
     }

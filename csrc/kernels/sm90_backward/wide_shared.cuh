@@ -152,9 +152,10 @@ class WideRole {
   __device__ __forceinline__ bool take_tile() {
     wait(s.tile_full[tiles & 1], tiles >> 1 & 1);
     const KeyTile& t = tile();
-    begin = ptx::uniform(t.begin);
     start = ptx::uniform(t.start);
+    begin = ptx::uniform(t.begin);
     end = ptx::uniform(t.end);
+    direction = ptx::uniform(t.direction);
     full_begin = ptx::uniform(t.consumer[rank].full_begin);
     full_end = ptx::uniform(t.consumer[rank].full_end);
     block = start;
@@ -175,8 +176,7 @@ class WideRole {
   __device__ __forceinline__ Element* values() const { return s.keys[tiles & 1 ^ 1]; }
 
   __device__ __forceinline__ void advance_block() {
-    ++block;
-    if (block == end) block = begin;
+    block = next_block(block, direction, begin, end);
   }
   // Keys of rank `r`.
   __device__ __forceinline__ int rows(int r) const { return min(max(tile().rows - 64 * r, 0), 64); }
@@ -235,7 +235,7 @@ class WideRole {
   WideShared<Config>& s;
   const int rank;
   int begin, end, start, full_begin, full_end;  // blocks of queries, see KeyTile
-  int block;                                    // of the step
+  int block, direction;                         // of the step; to the next block
   int steps;
   int tiles = 0;  // the number of the tile
   int first = 0;  // the number of its first step, of all tiles

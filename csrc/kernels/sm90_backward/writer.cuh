@@ -27,7 +27,8 @@ __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardS
   const int first =
       a.whole_heads ? blockIdx.x * a.group * blocks : t.head_kv * a.group * blocks + t.first_block;
   const bool ordered = a.whole_heads || a.tickets != nullptr;
-  int turn = -1;  // deterministic calls: the ticket of the turn that was not passed on yet
+  const bool has_turns = a.tickets != nullptr;
+  bool begins_turn = has_turns;
 #pragma unroll 1
   for (int head = 0; head < a.group; ++head) {
     int block = t.start;
@@ -35,16 +36,13 @@ __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardS
     do {
       const int place = first + head * blocks + block;
       timeline.step(count, BackwardWriterStep::kAwaitGradient);
-      // While the consumers still work on the block, the last turn is passed on, and this one
-      // comes.
-      if (a.tickets != nullptr && Turns<Config>::begins(a, t, block)) {
-        if (turn >= 0) pass_turn(a, turn);
-        turn = Turns<Config>::ticket(a, place, block);
+      if (begins_turn) {
         wait(s.turn_full, turns & 1);
         ptx::mbarrier_arrive(ptx::shared_address(&s.turn_empty));
         ptx::fence_proxy_async_global();
         ++turns;
       }
+      const bool is_first = ordered && Turns<Config>::number(a, t, block) == 0;
       const Slot<Config::kGradientStages> slot(count++);
       const uint32_t full = ptx::shared_address(&s.dq_full[slot.stage]);
       // Whether the block has its first part is found out while the consumers work on it.
@@ -58,7 +56,7 @@ __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardS
       constexpr int kBytes = Config::kGradientFloats * 4;
       // Whole heads: after the operation before, which may have been on the same block.
       if (a.whole_heads) ptx::tma_store_wait<0>();
-      stores = ordered ? Turns<Config>::number(a, t, block) == 0 : stores && claim(a, place);
+      stores = ordered ? is_first : stores && claim(a, place);
       timeline.step(count - 1, BackwardWriterStep::kIssue);
       if (stores) {
         ptx::bulk_store(gradient, staged, kBytes);
@@ -70,15 +68,17 @@ __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardS
       ptx::tma_store_wait_read<0>();
       inject(Fault::kRelease, count);
       ptx::mbarrier_arrive(ptx::shared_address(&s.dq_empty[slot.stage]));
-      if (stores && a.tickets != nullptr) a.claims[place] = kStored;
+      if (stores && has_turns) a.claims[place] = kStored;
       if (stores && !ordered) {
         timeline.step(count - 1, BackwardWriterStep::kPublish);
         publish_claim(a, place);
       }
-      block = t.block_after(block);
+      const int next = t.block_after(block);
+      begins_turn = has_turns && Turns<Config>::begins(a, t, next);
+      if (begins_turn) pass_turn(a, Turns<Config>::ticket(a, place, block));
+      block = next;
     } while (block != t.start);
   }
-  if (turn >= 0) pass_turn(a, turn);
   if (a.whole_heads && t.key_block == 0) {
     ptx::tma_store_wait<0>();
     ptx::fence_proxy_async_global();

@@ -66,6 +66,9 @@ def all_cases(mode: str = "forward") -> Iterator[Case]:
         yield case(2, 2048, 1100, 20, 10)
         yield case(1, 2100, 700, 4, 2, 96, "float16")
         yield case(1, 8192, 1300, 2, 1, causal=True)
+        # More causal tiles than fit the SMs at once: turns ascend in every other section of heads.
+        yield case(2, 1100, 1100, 30, 30, 64, causal=True)
+        yield case(1, 4200, 4200, 5, 5, causal=True)
         yield case(seqlens=((2100, 300), (1, 1), (0, 40), (79, 2000), (2049, 1)))
         return
     # Two heads in a tile, and an odd number of them.

@@ -91,10 +91,7 @@ const char* check(const Call& c) {
         for (auto& s : sum) s.assign(Config::kBlockN * Config::kHeadDim, 0.0f);
       }
       __syncthreads();
-      if (warp == 0) {
-        describe_tile<Config>(a, tile_of(a, a.whole_tiles + unit), 0, t);
-        if (lane == Config::kConsumers) take_part(a, a.whole_tiles + unit, t);
-      }
+      if (warp == 0) describe_unit<Config>(a, a.whole_tiles + unit, 0, t);
       __syncthreads();
       const bool has_steps = t.rows > 0 && t.begin < t.end;
       for (int gradient = 0; has_steps && gradient < 2; ++gradient) {

@@ -1,8 +1,10 @@
 // The turns of the Hopper backward's key blocks (turns.cuh), by its own functions: a warp describes
 // the tiles in the order of their numbers. Nobody may have to wait, since a tile may wait only for
 // tiles of lower numbers. And each turn must be the number of tiles that have added before: with a
-// lower ticket it would wait. Without turns, tiles that see the same blocks start at different
-// ones. Parts of a tile (parts.cuh) have each of its blocks once.
+// lower ticket it would wait. The first one in turn, and no other, stores its part of dQ. Where
+// turns ascend, tiles come longest first and go through their blocks backwards. Without turns,
+// tiles that see the same blocks start at different ones. Parts of a tile (parts.cuh) have each of
+// its blocks once.
 #include "emulator.h"
 #include "kernels/sm90_backward/parts.cuh"
 #include "kernels/sm90_backward/tiles.cuh"
@@ -24,7 +26,7 @@ struct Call {
   std::vector<int32_t> cu_q, cu_k;  // packed
 };
 
-long g_turns, g_parts;
+long g_turns, g_parts, g_ascending;
 int g_loads;  // of a ticket
 
 int blocks_of(int rows, int block) { return (rows + block - 1) / block; }
@@ -43,8 +45,7 @@ const char* check_parts(const BackwardArguments& a) {
       __syncwarp();
       int end = whole.begin;
       for (int part = 0; part < a.parts.divisor; ++part) {
-        describe_tile<Config>(a, tile_of(a, first + part), 0, t);
-        if (threadIdx.x == Config::kConsumers) take_part(a, first + part, t);
+        describe_unit<Config>(a, first + part, 0, t);
         __syncwarp();
         if (threadIdx.x == 0) {
           const bool clears = part == 0 && whole.begin >= whole.end;
@@ -69,7 +70,7 @@ const char* check_parts(const BackwardArguments& a) {
 
 // The message of what is wrong, or null. `section`: see TileOrder. Half of the tiles have `parts`.
 template <class Config>
-const char* check(const Call& c, int section, int turn_mask, int parts) {
+const char* check(const Call& c, int section, int turn_mask, int parts, bool alternates) {
   const bool packed = !c.cu_q.empty();
   int counter[2] = {};
   BackwardArguments a{};
@@ -96,27 +97,35 @@ const char* check(const Call& c, int section, int turn_mask, int parts) {
   int ticket = 0;
   a.tickets = &ticket;
   a.turn_mask = turn_mask;
+  a.alternates = alternates;
   const int tiles = key_blocks * c.heads_kv;
   a.whole_tiles = parts > 1 ? tiles / 2 : tiles;
   a.parts = Divisor::of(parts);
   const int units = a.whole_tiles + (tiles - a.whole_tiles) * parts;
   // As the scheduler does.
   const auto describe = [&](int index, KeyTile& t) {
-    describe_tile<Config>(a, tile_of(a, index), 0, t);
-    if (threadIdx.x == Config::kConsumers) take_part(a, index, t);
+    describe_unit<Config>(a, index, 0, t);
     __syncwarp();
   };
 
-  std::vector<int> added(static_cast<size_t>(c.heads_kv) * a.query_blocks);
+  std::vector<int> added(static_cast<size_t>(c.heads_kv) * a.query_blocks), stored(added.size());
   const char* wrong = nullptr;
   KeyTile t;
   emulator::launch(1, 32, 1, [&] {
     for (int index = 0; index < units; ++index) {
       describe(index, t);
+      const bool ascends = alternates && (t.batch * c.heads_kv + t.head_kv) / section % 2 != 0;
       if (threadIdx.x == 0 && t.rows > 0) {
-        for (int block = t.begin; block < t.end; ++block) {
-          if (!Turns<Config>::begins(a, t, block)) continue;
+        if (t.direction != (ascends ? -1 : 1)) wrong = "turns of a section go the other way";
+        int next = ascends ? t.end - 1 : t.begin;
+        for (int n = t.begin, block = t.start; n < t.end; ++n, block = t.block_after(block)) {
+          if (block != next) wrong = "blocks are out of order";
+          next += ascends ? -1 : 1;
           const int place = t.head_kv * a.query_blocks + t.first_block + block;
+          const bool is_first = Turns<Config>::number(a, t, block) == 0;
+          if (is_first != (stored.at(place)++ == 0))
+            wrong = "another than the first part is stored";
+          if (!Turns<Config>::begins(a, t, block)) continue;
           const auto waits = [&](int value) {
             ticket = value;
             g_loads = 0;
@@ -128,6 +137,10 @@ const char* check(const Call& c, int section, int turn_mask, int parts) {
           if (!waits(count * Config::kAdders - 1)) wrong = "a tile does not wait for one before it";
           ++count;
           ++g_turns;
+          g_ascending += ascends;
+        }
+        if (t.begin < t.end && t.block_after(ascends ? t.begin : t.end - 1) != t.start) {
+          wrong = "the next head starts at another block";
         }
       }
       __syncwarp();
@@ -137,6 +150,7 @@ const char* check(const Call& c, int section, int turn_mask, int parts) {
   if (const char* of_parts = check_parts<Config>(a); of_parts != nullptr) return of_parts;
 
   a.tickets = nullptr;
+  a.alternates = false;
   if (const char* of_parts = check_parts<Config>(a); of_parts != nullptr) return of_parts;
   const bool is_full = c.left < 0 && c.right < 0, has_room = packed || c.seqlen_q >= c.seqlen_k;
   std::vector<int> starts(added.size());
@@ -158,18 +172,27 @@ const char* check(const Call& c, int section, int turn_mask, int parts) {
 }
 
 const char* check_all(const Call& c) {
-  const int heads = c.heads_kv * (c.cu_q.empty() ? c.batch : 1);
+  const bool packed = !c.cu_q.empty();
+  const int heads = c.heads_kv * (packed ? 1 : c.batch);
+  const auto check_rows = [&](int section, int turn_mask, int parts, bool alternates) {
+    const char* wrong = check<TileConfig<64, 192, 3>>(c, section, turn_mask, parts, alternates);
+    if (wrong == nullptr) {
+      wrong = check<TileConfig<64, 128, 2, false, 2>>(c, section, turn_mask, parts, alternates);
+    }
+    if (wrong == nullptr && c.left < 0) {
+      wrong = check<TileConfig<80, 128, 2, true>>(c, section, turn_mask, parts, alternates);
+    }
+    return wrong;
+  };
   for (const int section : {1, 2, heads}) {
     if (section > heads) continue;
     for (const int turn_mask : {0, 1}) {
       for (const int parts : {1, 2, 5}) {
-        if (parts > 1 && !c.cu_q.empty()) continue;  // packed batches have none
-        const char* wrong = check<TileConfig<64, 192, 3>>(c, section, turn_mask, parts);
-        if (wrong == nullptr) {
-          wrong = check<TileConfig<64, 128, 2, false, 2>>(c, section, turn_mask, parts);
-        }
-        if (wrong == nullptr && c.left < 0) {
-          wrong = check<TileConfig<80, 128, 2, true>>(c, section, turn_mask, parts);
+        if (parts > 1 && packed) continue;  // packed batches have none
+        const char* wrong = check_rows(section, turn_mask, parts, false);
+        // Calls that alternate are dense, without a left window, and have no parts.
+        if (wrong == nullptr && !packed && parts == 1 && c.left < 0 && c.right >= 0) {
+          wrong = check_rows(section, turn_mask, parts, true);
         }
         if (wrong != nullptr) return wrong;
       }
@@ -208,5 +231,6 @@ int main() {
       }
     }
   }
-  std::printf("%ld turns in order, %ld parts\n", g_turns, g_parts);
+  std::printf("%ld turns in order, %ld of them ascending, %ld parts\n", g_turns, g_ascending,
+              g_parts);
 }

@@ -1,0 +1,47 @@
+// How many heads' tiles come together. Plain C++.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "attn/tile_order.cuh"
+
+namespace attnscope::sm90 {
+
+constexpr int ceil_div(int value, int divisor) { return value / divisor + (value % divisor != 0); }
+
+// The heads whose tiles come together, with `slots` SMs or clusters, where first tiles are longest.
+// Who had a long tile gets a short one of the next section: so the call has an even number of equal
+// sections. Each has the heads whose tiles fill the slots once, to nine tenths, if their number
+// divides: L2 holds less than with more heads. Otherwise as many as fit in L2 (`section` of the
+// order), or fill the slots.
+//
+// An odd number of heads has no equal sections. In a call of few tiles slots would be idle at the
+// end of unequal ones, so all heads come together; if deterministic, in two sections, since turns
+// ascend in the second one, see Turns.
+constexpr int choose_section(const TileOrder& order, int slots, bool deterministic) {
+  constexpr int kFewWaves = 8;
+  const int blocks = std::max(order.m_blocks, 1), heads = std::max(order.heads, 1);
+  for (int section = slots / blocks; section * blocks * 10 >= slots * 9; --section) {
+    if (heads % (2 * section) == 0) return section;
+  }
+  const auto waves = static_cast<int>(int64_t{heads} * blocks / slots);
+  int sections = ceil_div(ceil_div(heads, order.section), 2) * 2;
+  if (heads % 2 == 0) {
+    sections = std::clamp(waves / 2 * 2, 2, sections);
+    while (heads % sections != 0) sections -= 2;
+  } else if (waves < kFewWaves) {
+    sections = deterministic ? 2 : 1;
+  }
+  return ceil_div(heads, sections);
+}
+
+// The same for deterministic calls whose tiles are all alike. Tiles that take turns one after the
+// other start one after the other: so the slots are filled once. But with fewer than four heads a
+// late tile holds up more others.
+constexpr int choose_section_of_turns(const TileOrder& order, int slots, bool wide) {
+  const int heads = std::max(order.heads, 1), least = std::min(wide ? 1 : 4, heads);
+  return std::clamp(slots / std::max(order.m_blocks, 1), least, heads);
+}
+
+}  // namespace attnscope::sm90
