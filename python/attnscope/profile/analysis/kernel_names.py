@@ -75,7 +75,8 @@ def _attnscope(symbol: str, match: re.Match[str]) -> str:
         tile = [f"tile {tile[0][1:]}"]
     grouped = "grouped" if "::Grouped" in symbol else ""
     divided = "divided keys" if "SplitForwardConfig<" in symbol else ""
-    return _words("attnscope", arch, *parts, _dtype(dtype), *tile, grouped, divided)
+    split = "parts" if "WithParts<" in symbol else ""
+    return _words("attnscope", arch, *parts, _dtype(dtype), *tile, grouped, divided, split)
 
 
 def _attnscope_triton(symbol: str, match: re.Match[str]) -> str:
@@ -245,7 +246,7 @@ _FAMILIES: tuple[tuple[re.Pattern[str], Callable[[str, re.Match[str]], str]], ..
     (re.compile(pattern), shorten)
     for pattern, shorten in (
         (
-            r"attnscope::(sm\d+)::(\w+)_kernel<(?:attnscope::\w+::\w+<)?([\w:]+)((?:, \d+)*)",
+            r"attnscope::(sm\d+)::(\w+)_kernel<(?:attnscope::\w+::\w+<)*([\w:]+)((?:, \d+)*)",
             _attnscope,
         ),
         (
