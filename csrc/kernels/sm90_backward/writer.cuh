@@ -28,7 +28,7 @@ __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardS
       a.whole_heads ? blockIdx.x * a.group * blocks : t.head_kv * a.group * blocks + t.first_block;
   const bool ordered = a.whole_heads || a.tickets != nullptr;
   const bool has_turns = a.tickets != nullptr;
-  bool begins_turn = has_turns;
+  bool begins_turn = has_turns;  // at the block that comes next
 #pragma unroll 1
   for (int head = 0; head < a.group; ++head) {
     int block = t.start;
@@ -73,6 +73,7 @@ __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardS
         timeline.step(count - 1, BackwardWriterStep::kPublish);
         publish_claim(a, place);
       }
+      // Beside the addition, for whose end others wait; but dQ's buffer was released first.
       const int next = t.block_after(block);
       begins_turn = has_turns && Turns<Config>::begins(a, t, next);
       if (begins_turn) pass_turn(a, Turns<Config>::ticket(a, place, block));
