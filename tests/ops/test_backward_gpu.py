@@ -55,6 +55,11 @@ def bf16_target(request) -> Target:
     return make_target(request.param, BF16)
 
 
+def assert_match_with_and_without_turns(target: Target, *qkv: torch.Tensor, **options: Any) -> None:
+    for deterministic in (False, True):
+        assert_gradients_match(target, *qkv, deterministic=deterministic, **options)
+
+
 @pytest.mark.parametrize("head_dim", DIMS)
 def test_every_head_dim(target, head_dim):
     assert_gradients_match(target, *target.qkv(1, 165, 230, 4, 2, head_dim), causal=True)
@@ -119,8 +124,7 @@ def test_long_sequences(bf16_target, head_dim, mask):
 def test_blocks_of_80_queries(seqlen_q, seqlen_k, head_dim, dtype, causal):
     target = make_target("cuda-sm90", dtype)
     q, k, v = target.qkv(1, seqlen_q, seqlen_k, 4, 2, head_dim)
-    for deterministic in (False, True):
-        assert_gradients_match(target, q, k, v, causal=causal, deterministic=deterministic)
+    assert_match_with_and_without_turns(target, q, k, v, causal=causal)
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
@@ -145,8 +149,7 @@ def test_heads_of_one_tile_or_two(seqlen_k, head_dim, mask):
     target = make_target("cuda-sm90", BF16)
     for heads in (2, 150):  # some SMs, or more heads than SMs
         qkv = target.qkv(1, 197, seqlen_k, heads, heads, head_dim)
-        for deterministic in (False, True):
-            assert_gradients_match(target, *qkv, deterministic=deterministic, **MASKS[mask])
+        assert_match_with_and_without_turns(target, *qkv, **MASKS[mask])
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "causal-softcap"])
@@ -155,8 +158,7 @@ def test_short_heads_that_fill_the_card(bf16_target, head_dim, group, mask):
     """Hopper: a thread block takes all tiles of a head and stores dq itself, in one order."""
     heads = torch.cuda.get_device_properties(0).multi_processor_count
     qkv = bf16_target.qkv(2, 200, 333, heads * group, heads, head_dim)
-    for deterministic in (False, True):
-        assert_gradients_match(bf16_target, *qkv, deterministic=deterministic, **MASKS[mask])
+    assert_match_with_and_without_turns(bf16_target, *qkv, **MASKS[mask])
 
 
 PARTS = {  # batch, queries, keys, heads, key heads, head dim
@@ -199,22 +201,18 @@ def choice_of(q, k, v, causal=False, window=(-1, -1), softcap=0.0) -> dict[str, 
 def test_parts_of_few_tiles(name, mask):
     """Hopper: thread blocks that share a tile add up their dK and dV, always in one order."""
     target = make_target("cuda-sm90", BF16)
-    batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = PARTS[name]
-    qkv = target.qkv(batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim)
-    few_queries_see_a_tile = mask in ("band", "causal-band")
-    assert few_queries_see_a_tile or choice_of(*qkv, **MASKS[mask])["parts"] > 1
-    for deterministic in (False, True):
-        assert_gradients_match(target, *qkv, deterministic=deterministic, **MASKS[mask])
+    qkv = target.qkv(*PARTS[name])
+    few_queries_see_a_tile = name == "80 queries" and mask in ("band", "causal-band")
+    assert few_queries_see_a_tile == (choice_of(*qkv, **MASKS[mask])["parts"] == 1)
+    assert_match_with_and_without_turns(target, *qkv, **MASKS[mask])
 
 
 @pytest.mark.parametrize("name", SPLITS_WAVES)
 def test_parts_of_the_last_wave(name):
     target = make_target("cuda-sm90", BF16)
-    batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = SPLITS_WAVES[name]
-    qkv = target.qkv(batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim)
+    qkv = target.qkv(*SPLITS_WAVES[name])
     assert choice_of(*qkv)["parts"] > 1
-    for deterministic in (False, True):
-        assert_gradients_match(target, *qkv, deterministic=deterministic)
+    assert_match_with_and_without_turns(target, *qkv)
 
 
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
@@ -222,13 +220,12 @@ def test_parts_of_the_last_wave(name):
 def test_turns_that_ascend_and_descend(name, softcap):
     """Hopper: causal calls with more tiles than fit at once; an odd number of heads too."""
     target = make_target("cuda-sm90", BF16)
-    batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = ALTERNATES[name]
-    qkv = target.qkv(batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim)
+    qkv = target.qkv(*ALTERNATES[name])
     options = {"causal": True, "softcap": softcap}
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    assert choice_of(*qkv, **options)["tiles"] > sms // (1 + (head_dim > 128))
-    for deterministic in (False, True):
-        assert_gradients_match(target, *qkv, deterministic=deterministic, **options)
+    choice = choice_of(*qkv, **options)
+    assert choice["tiles"] > sms // choice["tile"]["cluster"]
+    assert_match_with_and_without_turns(target, *qkv, **options)
 
 
 def packed_call(target: Target, lengths: list[tuple[int, int]], head_dim: int):

@@ -8,8 +8,6 @@
 
 namespace attnscope::sm90 {
 
-constexpr int ceil_div(int value, int divisor) { return value / divisor + (value % divisor != 0); }
-
 // The heads whose tiles come together, with `slots` SMs or clusters, where first tiles are longest.
 // Who had a long tile gets a short one of the next section: so the call has an even number of equal
 // sections. Each has the heads whose tiles fill the slots once, to nine tenths, if their number

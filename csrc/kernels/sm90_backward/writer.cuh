@@ -26,8 +26,7 @@ __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardS
   const int blocks = a.whole_heads ? a.dense_queries.divisor : a.query_blocks;
   const int first =
       a.whole_heads ? blockIdx.x * a.group * blocks : t.head_kv * a.group * blocks + t.first_block;
-  const bool ordered = a.whole_heads || a.tickets != nullptr;
-  const bool has_turns = a.tickets != nullptr;
+  const bool has_turns = a.tickets != nullptr, ordered = a.whole_heads || has_turns;
   bool begins_turn = has_turns;  // at the block that comes next
 #pragma unroll 1
   for (int head = 0; head < a.group; ++head) {

@@ -12,8 +12,6 @@
 namespace attnscope::sm90 {
 namespace {
 
-constexpr int ceil_div(int value, int divisor) { return value / divisor + (value % divisor != 0); }
-
 template <class Config>
 cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts& device,
                    cudaStream_t stream) {
