@@ -27,11 +27,14 @@ from build_backend import find_package  # noqa: E402
 PACKAGE = Path("python/attnscope")
 BUILD = Path("build/native")
 
-# Architectures of a folder's .cu files, by its prefix: native code for each card that the kernels
-# are tuned on, and PTX where later cards can run it.
-PORTABLE = ("80,code=sm_80", "80,code=compute_80", "90,code=sm_90")
-ARCHITECTURES = {"attn": PORTABLE, "sm80": PORTABLE, "sm90": ("90a,code=sm_90a",)}
-SLOW_FOLDERS = ("sm80_backward", "sm90_forward", "sm80_forward")  # the slowest to compile first
+# Architectures of .cu files, by name, folder or its prefix: native code for each card that the
+# kernels are tuned on, and PTX where later cards can run it. Hopper takes no tile of small.cu. Only
+# sm80_backward uses instructions of sm_90; the PTX of the others gives the same code there.
+SMALL = ("80,code=sm_80", "80,code=compute_80")
+PORTABLE, HOPPER = (*SMALL, "80,code=sm_90"), ("90a,code=sm_90a",)
+ARCHITECTURES = {"small": SMALL, "sm80_backward": (*SMALL, "90,code=sm_90"), "sm80": PORTABLE}
+ARCHITECTURES |= {"attn": PORTABLE, "sm90": HOPPER}
+SLOWEST = "sm90_forward"  # is compiled first, so that it does not end alone
 ONLY_IN_C = {"library.cpp", "introspect.cpp"}  # they register what a process registers once
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000 -DUSE_CUDA"  # the C shim of torch 2.10
 COMMON = "-std=c++17 -O3 -Icsrc"
@@ -73,11 +76,6 @@ def cuda_home(nvcc: Path) -> Path:
     return Path(top[1].strip()).resolve()
 
 
-def compile_rank(source: Path) -> tuple[int, Path]:
-    """Ninja compiles in the order of its file: slow sources first, so that none ends alone."""
-    return [*SLOW_FOLDERS, source.parent.name].index(source.parent.name), source
-
-
 def write_ninja(torch: Path, nvcc: Path | None, folder: Path, defines: str) -> list[Path]:
     """Write build.ninja into the folder; return the paths of the ptxas logs of the build."""
     include = f"-isystem {torch}/include -isystem {torch}/include/torch/csrc/api/include"
@@ -93,9 +91,11 @@ def write_ninja(torch: Path, nvcc: Path | None, folder: Path, defines: str) -> l
         lines.append(f"build {out}: cxx {source}\n  flags = {flags}")
         return out
 
-    for source in sorted(Path("csrc").rglob("*.cu"), key=compile_rank) if nvcc else []:
+    sources = sorted(Path("csrc").rglob("*.cu")) if nvcc else []
+    for source in sorted(sources, key=lambda s: s.parent.name != SLOWEST):
         out = folder / source.with_suffix(".o")
-        targets = ARCHITECTURES[source.parent.name.partition("_")[0]]
+        names = (source.stem, source.parent.name, source.parent.name.partition("_")[0])
+        targets = next(ARCHITECTURES[name] for name in names if name in ARCHITECTURES)
         codes = [f"-gencode arch=compute_{target}" for target in targets]
         flags = " ".join([DEVICE, defines, *codes])
         logs.append(out.with_suffix(".ptxas"))
@@ -127,8 +127,7 @@ def write_ninja(torch: Path, nvcc: Path | None, folder: Path, defines: str) -> l
 def run_ninja(folder: Path) -> None:
     ninja = [sys.executable, "-m", "ninja"] if importlib.util.find_spec("ninja") else ["ninja"]
     jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
-    # Compile the targets of one kernel in parallel too. --threads is not in the command, because
-    # ninja recompiles when a command changes.
+    # Targets of a kernel in parallel. Not in the command: ninja recompiles when a command changes.
     flags = f"{os.environ.get('NVCC_APPEND_FLAGS', '')} --threads {jobs}"
     environment = {**os.environ, "NVCC_APPEND_FLAGS": flags}
     command = [*ninja, "-f", str(folder / "build.ninja"), "-j", jobs]

@@ -194,6 +194,8 @@ def ninja_file(setup_module_of_tree, tmp_path, monkeypatch):
         executable(tmp_path / "csrc" / source)
     for source in ("kernels/sm80_forward", "kernels/sm90_forward", "attn"):
         executable(tmp_path / "csrc" / source / "launch.cu")
+    for source in ("kernels/sm80_backward/launch.cu", "kernels/other/small.cu"):
+        executable(tmp_path / "csrc" / source)
     (tmp_path / "build/native").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(setup_module_of_tree, "cuda_home", lambda nvcc: Path("/cuda"))
@@ -212,18 +214,21 @@ def link_line(text: str, library: str) -> str:
 
 def test_kernels_are_compiled_for_the_cards_of_their_folder(ninja_file):
     text, logs = ninja_file(Path("/cuda/bin/nvcc"))
-    edges = dict(re.findall(r"cuda csrc/(?:kernels/)?(\w+)/launch.cu\n((?:  .*\n)*)", text))
+    edges = dict(re.findall(r"cuda csrc/(?:kernels/)?(\w+)/\w+.cu\n((?:  .*\n)*)", text))
     portable = re.findall(r"-gencode (\S+)", edges["sm80_forward"])
     assert portable == [
         "arch=compute_80,code=sm_80",
         "arch=compute_80,code=compute_80",
-        "arch=compute_90,code=sm_90",
+        "arch=compute_80,code=sm_90",
     ]
     assert re.findall(r"-gencode (\S+)", edges["sm90_forward"]) == ["arch=compute_90a,code=sm_90a"]
     assert "torch" not in "".join(edges.values())
     assert "fast_math" not in text
     assert re.findall(r"-gencode (\S+)", edges["attn"]) == portable
-    assert len(logs) == 3
+    backward = re.findall(r"-gencode (\S+)", edges["sm80_backward"])
+    assert backward == [*portable[:2], "arch=compute_90,code=sm_90"]
+    assert re.findall(r"-gencode (\S+)", edges["other"]) == portable[:2]
+    assert len(logs) == 5
     shared = "binding/forward.o"
     assert link_line(text, "_C").split() == [
         "cpu/a.o",

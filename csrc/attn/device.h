@@ -43,10 +43,12 @@ inline DeviceFacts current_device() {
   return {device, packed >> 16, packed & 0xffff};
 }
 
+// The devices that allow a kernel its dynamic shared memory: bit i is device i.
+using AllowedDevices = std::atomic<uint64_t>;
+
 // Allows `kernel` `bytes` of dynamic shared memory; calls CUDA once for each kernel and device.
-template <auto kernel>
-cudaError_t allow_shared_memory(int device, int bytes) {
-  static std::atomic<uint64_t> allowed{0};  // bit i: device i
+template <class Kernel>
+cudaError_t allow_shared_memory(Kernel* kernel, AllowedDevices& allowed, int device, int bytes) {
   if (device < 0) return cudaErrorInvalidDevice;
   const uint64_t bit = uint64_t{1} << device;
   if (allowed.load(std::memory_order_relaxed) & bit) return cudaSuccess;

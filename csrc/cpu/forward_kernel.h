@@ -33,7 +33,8 @@ Visible visible_keys(const ForwardParams& p, const Block& block) {
 
 // scores[key][query] = -infinity where the query does not see the key.
 template <class T>
-void mask(T* scores, int64_t first_key, int64_t keys, int64_t columns, const Visible& visible) {
+[[gnu::noinline]] void mask(T* scores, int64_t first_key, int64_t keys, int64_t columns,
+                            const Visible& visible) {
   for (int64_t j = 0; j < keys; ++j) {
     // Query i sees the key where i + begin <= key < i + end.
     const T last = static_cast<T>(max(-1, min(columns, first_key + j - visible.begin)));
@@ -50,7 +51,7 @@ void mask(T* scores, int64_t first_key, int64_t keys, int64_t columns, const Vis
 
 // Whether the tile contains NaN or infinity: x * 0 is NaN for those and 0 otherwise.
 template <class T>
-bool has_nonfinite(const Tile<T>& tile, int64_t keys, int64_t dim) {
+[[gnu::noinline]] bool has_nonfinite(const Tile<T>& tile, int64_t keys, int64_t dim) {
   constexpr int64_t kStep = 8;  // divides every head dim
   T zeros[kStep] = {};
   for (int64_t j = 0; j < keys; ++j) {
@@ -65,7 +66,7 @@ bool has_nonfinite(const Tile<T>& tile, int64_t keys, int64_t dim) {
 
 // Writes the tile to `copy` with 0 for NaN and infinity. A converted tile is already in `copy`.
 template <class T>
-Tile<T> finite_tile(const Tile<T>& tile, int64_t keys, int64_t dim, T* copy) {
+[[gnu::noinline]] Tile<T> finite_tile(const Tile<T>& tile, int64_t keys, int64_t dim, T* copy) {
   for (int64_t j = 0; j < keys; ++j) {
     for (int64_t d = 0; d < dim; ++d) {
       const T x = tile.data[j * tile.stride + d];
@@ -78,8 +79,9 @@ Tile<T> finite_tile(const Tile<T>& tile, int64_t keys, int64_t dim, T* copy) {
 // Adds the NaN and infinities of V's rows to acc [dim][query] for the queries that see the key.
 // The weight is omitted: it is positive, and p * inf = inf.
 template <class T, class Element>
-void add_nonfinite(const Element* rows, int64_t stride, int64_t first_key, int64_t keys,
-                   int64_t dim, int64_t columns, const Visible& visible, T* acc) {
+[[gnu::noinline]] void add_nonfinite(const Element* rows, int64_t stride, int64_t first_key,
+                                     int64_t keys, int64_t dim, int64_t columns,
+                                     const Visible& visible, T* acc) {
   for (int64_t j = 0; j < keys; ++j) {
     const int64_t first = max(0, first_key + j - visible.end + 1);
     const int64_t end = min(columns, first_key + j - visible.begin + 1);
@@ -92,7 +94,7 @@ void add_nonfinite(const Element* rows, int64_t stride, int64_t first_key, int64
 }
 
 template <class T>
-void cap(T* scores, int64_t count, T scale, T size) {
+[[gnu::noinline]] void cap(T* scores, int64_t count, T scale, T size) {
   for (int64_t i = 0; i < count; i += kLanes<T>) {
     store(scores + i, size * tanh(load(scores + i) * scale));
   }
@@ -171,8 +173,8 @@ void softmax(T* scores, int64_t keys, int64_t columns, T factor, const RowState<
 }
 
 template <class T, class Element>
-void store_rows(const ForwardParams& p, const Block& block, const T* acc, int64_t columns,
-                double factor, const RowState<T>& state) {
+[[gnu::noinline]] void store_rows(const ForwardParams& p, const Block& block, const T* acc,
+                                  int64_t columns, double factor, const RowState<T>& state) {
   Element* out = static_cast<Element*>(p.out) + block.batch * p.out_stride.batch +
                  block.head * p.out_stride.head;
   float* lse = p.lse + block.batch * p.lse_batch_stride + block.head * p.lse_head_stride;

@@ -1,5 +1,7 @@
 // Tiles of K and V, and the product of a tile with the queries or probabilities of a block.
 // Included by the kernels' headers alone, below the target pragma of block_<isa>.cpp.
+//
+// What is marked noinline is called once a tile, by many: inline, it doubles the compile time.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +27,8 @@ struct Tile {
 };
 
 template <class T, class Element>
-Tile<T> load_tile(const Element* rows, int64_t stride, int64_t count, int64_t dim, T* copy) {
+[[gnu::noinline]] Tile<T> load_tile(const Element* rows, int64_t stride, int64_t count, int64_t dim,
+                                    T* copy) {
   if constexpr (sizeof(T) == sizeof(Element)) {
     return {rows, stride};
   } else {

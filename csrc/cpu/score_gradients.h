@@ -120,8 +120,8 @@ void accumulate(Tile<T> tile, int64_t rows, int64_t dim, const T* weights, int64
 
 // transposed [dim][column] = factor * rows; columns past the last row are 0.
 template <class T, class Element>
-void transpose(const Element* rows, int64_t stride, int64_t count, int64_t dim, int64_t columns,
-               T factor, T* transposed) {
+[[gnu::noinline]] void transpose(const Element* rows, int64_t stride, int64_t count, int64_t dim,
+                                 int64_t columns, T factor, T* transposed) {
   for (int64_t i = 0; i < columns; ++i) {
     for (int64_t d = 0; d < dim; ++d) {
       transposed[d * columns + i] = i < count ? to_compute(rows[i * stride + d]) * factor : T{0};
@@ -130,8 +130,8 @@ void transpose(const Element* rows, int64_t stride, int64_t count, int64_t dim, 
 }
 
 template <class T, class Element>
-void store_gradient(const T* acc, int64_t columns, int64_t count, int64_t dim, T factor,
-                    Element* rows, int64_t stride) {
+[[gnu::noinline]] void store_gradient(const T* acc, int64_t columns, int64_t count, int64_t dim,
+                                      T factor, Element* rows, int64_t stride) {
   for (int64_t i = 0; i < count; ++i) {
     for (int64_t d = 0; d < dim; ++d) {
       from_compute(acc[d * columns + i] * factor, rows + i * stride + d);

@@ -49,4 +49,9 @@ constexpr int backward_row(int head_dim, int shared_bytes) {
   return -1;
 }
 
+// Whether a Hopper card takes the row. The others are for cards with less shared memory.
+constexpr bool serves_hopper(int row) {
+  return backward_row(kBackwardTiles[row].head_dim, 227 * 1024) == row;
+}
+
 }  // namespace attnscope::sm80

@@ -1,5 +1,5 @@
 // Who stores the first part of dQ of a block of queries in place of adding it: then nobody zeroes
-// dQ before. A small dQ is zeroed instead, see launch_row.cuh.
+// dQ before. A small dQ is zeroed instead, see launch.cu.
 //
 // The claim of (query head, block of queries) is 0, then counts the writers who might be first, and
 // has kStored added once the part is in global memory. Who takes 0 from it stores, the others wait

@@ -1,41 +1,44 @@
 #include <cuda_runtime.h>
 
-#include "kernels/sm90_backward/launch_row.cuh"
+#include "kernels/sm90_backward/row_kernels.cuh"
 #include "kernels/sm90_backward/wide.cuh"
 #include "kernels/sm90_backward/wide_postprocess.cuh"
 
 namespace attnscope::sm90 {
 namespace {
 
-template <class Config_>
-struct WideKernels {
-  using Config = Config_;
-  static constexpr auto kMain = wide_backward_kernel<Config>;
-  static constexpr auto kMainOfParts = wide_backward_kernel<WithParts<Config>>;
-  static constexpr auto kPost = wide_postprocess_kernel<Config>;
-  static constexpr auto kPostOfParts = wide_postprocess_kernel<WithParts<Config>>;
-  static constexpr int kBlocks = Config::kRanks;
-  static constexpr int kSharedBytes = sizeof(WideShared<Config>);
-  static constexpr int kPostThreads = kWidePostprocessThreads;
-  static constexpr int kKeyRows = 64, kQueryRows = 64 / Config::kRanks, kStoredRows = 0;
-};
+template <class Config>
+RowKernels& row_kernels() {
+  constexpr int kSharedBytes = sizeof(WideShared<Config>);
+  static_assert(kSharedBytes == Config::kTile.shared_bytes(),
+                "the tile table and the struct disagree");
+  static_assert(kSharedBytes <= 232448, "shared memory of a thread block");
+  static RowKernels kernels{&Config::kTile,
+                            backward_preprocess_kernel<Config>,
+                            wide_backward_kernel<Config>,
+                            wide_postprocess_kernel<Config>,
+                            wide_backward_kernel<WithParts<Config>>,
+                            wide_postprocess_kernel<WithParts<Config>>,
+                            /*blocks=*/Config::kRanks,
+                            kWidePostprocessThreads,
+                            kSumBlocks<Config, kWidePostprocessThreads / 32>,
+                            /*key_rows=*/64,
+                            /*query_rows=*/64 / Config::kRanks,
+                            /*stored_rows=*/0};
+  return kernels;
+}
 
 template <class Element>
-cudaError_t launch_row(const BackwardParams& p, const DeviceFacts& device, cudaStream_t stream) {
+RowKernels& kernels_of(const ForwardParams& p) {
   static_assert(kBackwardTiles[4].wide() && kBackwardTileCount == 6, "the rows of wide.cuh");
-  if (first_backward_tile(p.forward) == 4) {
-    return launch<WideKernels<WideConfig<Element, 4>>>(p, device, stream);
-  }
-  return launch<WideKernels<WideConfig<Element, 5>>>(p, device, stream);
+  return first_backward_tile(p) == 4 ? row_kernels<WideConfig<Element, 4>>()
+                                     : row_kernels<WideConfig<Element, 5>>();
 }
 
 }  // namespace
 
-cudaError_t launch_wide(const BackwardParams& params, const DeviceFacts& device,
-                        cudaStream_t stream) {
-  return params.forward.dtype == DType::kBFloat16
-             ? launch_row<__nv_bfloat16>(params, device, stream)
-             : launch_row<__half>(params, device, stream);
+RowKernels& wide_kernels(const ForwardParams& p) {
+  return p.dtype == DType::kBFloat16 ? kernels_of<__nv_bfloat16>(p) : kernels_of<__half>(p);
 }
 
 }  // namespace attnscope::sm90

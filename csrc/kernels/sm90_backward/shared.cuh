@@ -163,7 +163,7 @@ struct BackwardArguments {
   Divisor all_queries;    // the same
   Divisor dense_queries;  // dense: blocks of queries in a sequence
   bool packed;
-  bool whole_heads;  // see launch_row.cuh
+  bool whole_heads;  // see launch.cu
   int tiles;  // of keys or parts of them, in the whole call; whole heads: key heads of the batch
   int whole_tiles;  // the later ones are parts of tiles, see parts.cuh
   Divisor parts;

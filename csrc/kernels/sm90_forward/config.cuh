@@ -41,7 +41,9 @@ struct ForwardTile {
   // Whether two consumers issue their products in turns. With 128 keys a step they may fall in step
   // otherwise: both wait for S, then both compute the softmax, and the tensor cores idle.
   constexpr bool takes_turns() const { return consumers() == 2 && block_n == 128; }
-  constexpr int consumers() const { return heads_per_tile * key_parts * block_m / 64; }
+  // Units of 64 rows, of a head.
+  constexpr int head_units() const { return block_m / 64; }
+  constexpr int consumers() const { return heads_per_tile * key_parts * head_units(); }
   // Column blocks of O on the way out. Wider keys leave no room for two.
   constexpr int out_stages() const {
     return value_columns() > 64 && columns() == value_columns() ? 2 : 1;
@@ -210,7 +212,7 @@ constexpr ForwardTiles tiles_of(const ForwardTile& t, int grouping, const Forwar
   const int together = heads_together(t, grouping, c.heads_q, c.heads_kv);
   const long long rows = static_cast<long long>(c.queries) << grouping;
   const long long units = (rows + 63) / 64 * (together > 0 ? together : 1);
-  const int per_tile = t.block_m / 64, side_by_side = t.heads_per_tile << grouping;
+  const int per_tile = t.head_units(), side_by_side = t.heads_per_tile << grouping;
   const int sets = together > 1 ? c.heads_kv : (c.heads_q + side_by_side - 1) / side_by_side;
   const long long m_blocks = (units + per_tile - 1) / per_tile;
   return {units, m_blocks, c.batch * sets, 0, m_blocks};
@@ -240,7 +242,7 @@ inline constexpr int kLeastToBalance = 12;  // tiles of a set: with fewer it bri
 constexpr BalancedTiles balanced(const ForwardTile& t, int grouping, const ForwardCall& c,
                                  int sms) {
   ForwardTiles tiles = tiles_of(t, grouping, c);
-  const int units = t.block_m / 64;
+  const int units = t.head_units();
   const long long all = tiles.count();
   if (units < 3 || t.blocks_per_sm > 1 || t.heads_per_tile > 1 ||
       tiles.m_blocks < kLeastToBalance || all <= sms) {

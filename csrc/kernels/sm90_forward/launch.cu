@@ -12,40 +12,62 @@
 namespace attnscope::sm90 {
 namespace {
 
+using ForwardKernel = void (*)(ForwardArguments);
+
 template <class Config>
-cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts& device,
-                   cudaStream_t stream) {
+constexpr ForwardKernel kernel_of() {
+  constexpr int kSharedBytes = sizeof(ForwardShared<Config>);
+  static_assert(kSharedBytes == Config::kTile.shared_bytes(),
+                "the tile table and the struct disagree");
+  static_assert(Config::kBlocksPerSm * (kSharedBytes + 1024) <= 233472, "shared memory of an SM");
+  return forward_kernel<Config>;
+}
+
+// The kernels of the rows of the tile table.
+struct RowKernels {
+  ForwardKernel kernel[kForwardTileCount];
+  AllowedDevices allowed[kForwardTileCount];
+};
+
+template <class Element, int... kRows>
+RowKernels& row_kernels(std::integer_sequence<int, kRows...>) {
+  static RowKernels kernels{{kernel_of<RowConfig<Element, kRows>>()...}, {}};
+  return kernels;
+}
+
+cudaError_t launch(const ForwardParams& p, RowKernels& kernels, int row, Grouping grouping,
+                   const DeviceFacts& device, cudaStream_t stream) {
   if (p.total_q == 0 || p.heads_q == 0) return cudaSuccess;
   ForwardArguments a{};
   a.params = p;
   a.scores = reciprocal_scales(p);
   a.grouping = grouping;
-  const int together = heads_together(Config::kTile, grouping.log2, p.heads_q, p.heads_kv);
-  const int heads = ceil_div((p.heads_q >> grouping.log2) / together, Config::kHeadsPerTile);
+  const ForwardTile& tile = kForwardTiles[row];
+  const int together = heads_together(tile, grouping.log2, p.heads_q, p.heads_kv);
+  const int heads = ceil_div((p.heads_q >> grouping.log2) / together, tile.heads_per_tile);
   a.together = Divisor::of(together);
   a.heads = Divisor::of(heads);
   a.heads_per_key = Divisor::of(std::max(p.heads_q / std::max(p.heads_kv, 1), 1));
   const int rows = grouping.rows(p.seqlen_q);
   const int64_t units = int64_t{ceil_div(rows, 64)} * together;
   if (units > kMostTiles) return cudaErrorInvalidConfiguration;
-  const int m_blocks = ceil_div(static_cast<int>(units), Config::kHeadUnits);
-  const int64_t kv_bytes =
-      int64_t{p.seqlen_k} * (p.head_dim + p.head_dim_v) * sizeof(typename Config::Element);
+  const int m_blocks = ceil_div(static_cast<int>(units), tile.head_units());
+  const int64_t kv_bytes = int64_t{p.seqlen_k} * (p.head_dim + p.head_dim_v) * 2;
   ForwardCall call = forward_call(p);
   call.heads_kv = p.heads_kv;  // those of the tensors
-  a.order = tile_order(m_blocks, p.batch, heads, ceil_div(p.heads_kv, Config::kHeadsPerTile),
+  a.order = tile_order(m_blocks, p.batch, heads, ceil_div(p.heads_kv, tile.heads_per_tile),
                        kv_bytes, !call.tiles_alike());
   // In a packed batch: one sequence that has most rows.
   if (p.packed()) call.batch = 1;
   if (call.tiles_alike() && (!p.packed() || 2 * int64_t{p.seqlen_q} >= p.total_q)) {
-    const ForwardTiles tiles = balanced(Config::kTile, grouping.log2, call, device.sms).tiles;
+    const ForwardTiles tiles = balanced(tile, grouping.log2, call, device.sms).tiles;
     a.order.last = static_cast<int>(tiles.last_sets);
     a.last_m_blocks = static_cast<int>(tiles.last_m_blocks);
     if (p.packed() && a.order.last > 0) {
       a.long_units = static_cast<int>(units);
       a.long_tiles = static_cast<int>(tiles.count());
     }
-    if (!p.packed() && a.order.last == 0 && units % Config::kHeadUnits != 0) {
+    if (!p.packed() && a.order.last == 0 && units % tile.head_units() != 0) {
       // Some tiles have 64 rows less. They come last and balance the end of the launch.
       a.order.last = std::min(a.order.heads, ceil_div(device.sms, std::max(m_blocks, 1)));
     }
@@ -76,20 +98,17 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
   if (p.total_k > 0 && !(encode_queries(&a.q, p.dtype, p.q, p.q_stride, batch, p.heads_q, rows_q,
                                         p.head_dim, 64, grouping, promotion) &&
                          encode_keys(&a.k, p.dtype, p.k, p.k_stride, batch, p.heads_kv, rows_k,
-                                     p.head_dim, Config::kBlockN, promotion) &&
+                                     p.head_dim, tile.block_n, promotion) &&
                          encode_keys(&a.v, p.dtype, p.v, p.v_stride, batch, p.heads_kv, rows_k,
-                                     p.head_dim_v, Config::kBlockN, promotion) &&
+                                     p.head_dim_v, tile.block_n, promotion) &&
                          encode_queries(&a.out, p.dtype, p.out, p.out_stride, batch, p.heads_q,
                                         rows_q, p.head_dim_v, 16, grouping, promotion))) {
     return cudaErrorInvalidValue;
   }
 
-  constexpr int kSharedBytes = sizeof(ForwardShared<Config>);
-  static_assert(kSharedBytes == Config::kTile.shared_bytes(),
-                "the tile table and the struct disagree");
-  static_assert(Config::kBlocksPerSm * (kSharedBytes + 1024) <= 233472, "shared memory of an SM");
-  constexpr auto kernel = forward_kernel<Config>;
-  if (cudaError_t error = allow_shared_memory<kernel>(device.device, kSharedBytes);
+  const ForwardKernel kernel = kernels.kernel[row];
+  if (cudaError_t error =
+          allow_shared_memory(kernel, kernels.allowed[row], device.device, tile.shared_bytes());
       error != cudaSuccess) {
     return error;
   }
@@ -97,33 +116,17 @@ cudaError_t launch(const ForwardParams& p, Grouping grouping, const DeviceFacts&
   if (p.packed()) {  // with ascending cu_seqlens there are no more
     const int64_t most_units = (p.total_q << grouping.log2) / 64 + p.batch;
     most_tiles =
-        std::min(most_tiles, (most_units * together / Config::kHeadUnits + p.batch) * heads);
+        std::min(most_tiles, (most_units * together / tile.head_units() + p.batch) * heads);
   }
   const int64_t blocks =
-      std::clamp<int64_t>(most_tiles, 1, int64_t{Config::kBlocksPerSm} * device.sms);
+      std::clamp<int64_t>(most_tiles, 1, int64_t{tile.blocks_per_sm} * device.sms);
   if (a.tiles > blocks) {  // otherwise each block has one tile at most
     if (cudaError_t error = tile_counter(device.device, stream, &a.counter); error != cudaSuccess) {
       return error;
     }
   }
-  kernel<<<static_cast<unsigned>(blocks), Config::kThreads, kSharedBytes, stream>>>(a);
+  kernel<<<static_cast<unsigned>(blocks), tile.threads(), tile.shared_bytes(), stream>>>(a);
   return cudaGetLastError();
-}
-
-// The launch of row `kIndex` of the tile table.
-template <class Element, int kIndex>
-cudaError_t launch_row(const ForwardParams& p, Grouping grouping, const DeviceFacts& device,
-                       cudaStream_t stream) {
-  return launch<RowConfig<Element, kIndex>>(p, grouping, device, stream);
-}
-
-template <class Element, int... kIndices>
-cudaError_t launch_chosen(const ForwardParams& p, const DeviceFacts& device, cudaStream_t stream,
-                          std::integer_sequence<int, kIndices...>) {
-  constexpr decltype(&launch_row<Element, 0>) kLaunches[] = {launch_row<Element, kIndices>...};
-  const ForwardChoice choice = choose_forward(forward_call(p), device.sms);
-  if (choice.row < 0) return cudaErrorInvalidValue;
-  return kLaunches[choice.row](p, {choice.grouping}, device, stream);
 }
 
 }  // namespace
@@ -146,12 +149,15 @@ const char* launch_forward(const ForwardParams& p, void* stream) {
   const DeviceFacts device = current_device();
   constexpr std::make_integer_sequence<int, kForwardTileCount> kRows;
 #ifdef ATTNSCOPE_TIMELINE  // the one element type that is compiled
-  const cudaError_t error = launch_chosen<ATTNSCOPE_TIMELINE>(p, device, cuda_stream, kRows);
+  RowKernels& kernels = row_kernels<ATTNSCOPE_TIMELINE>(kRows);
 #else
-  const cudaError_t error = p.dtype == DType::kBFloat16
-                                ? launch_chosen<__nv_bfloat16>(p, device, cuda_stream, kRows)
-                                : launch_chosen<__half>(p, device, cuda_stream, kRows);
+  RowKernels& kernels =
+      p.dtype == DType::kBFloat16 ? row_kernels<__nv_bfloat16>(kRows) : row_kernels<__half>(kRows);
 #endif
+  const ForwardChoice choice = choose_forward(forward_call(p), device.sms);
+  const cudaError_t error =
+      choice.row < 0 ? cudaErrorInvalidValue
+                     : launch(p, kernels, choice.row, {choice.grouping}, device, cuda_stream);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 

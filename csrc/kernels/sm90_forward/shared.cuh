@@ -39,7 +39,7 @@ struct AnyForwardConfig {
   static constexpr int kHeadsPerTile = kTile.heads_per_tile;
   static constexpr int kKeyParts = kTile.key_parts;
   static constexpr int kUnits = kConsumers / kKeyParts;
-  static constexpr int kHeadUnits = kUnits / kHeadsPerTile;      // per head
+  static constexpr int kHeadUnits = kTile.head_units();
   static constexpr int kKeyBuffers = kHeadsPerTile * kKeyParts;  // of K in a stage, and of V
   static constexpr int kThreads = kTile.threads();
   static constexpr int kProducerRegisters = kTile.producer_registers();
