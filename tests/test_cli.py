@@ -281,7 +281,7 @@ def test_a_check_of_nothing_is_no_success():
 def test_list_shows_suites_impls_and_aliases():
     code, out = attnscope("bench", "--list", "--device", "cpu")
     assert code == 0
-    assert "suites: check, gqa, models, paper, quick, short, tiny, varlen" in out
+    assert "suites: check, finetune, gqa, models, paper, quick, short, tiny, varlen" in out
     assert "flash is sdpa-flash" in out and "[runs on cuda]" in out
 
 

@@ -89,6 +89,7 @@ JsonObject describe(const sm90::BackwardTile& t) {
       .add("serves_softcap", t.early_values || t.wide())
       .add("long_queries", t.long_queries)
       .add("step_time", t.step_time)
+      .add("tile_time", t.tile_time)
       .add("shared_bytes", t.shared_bytes())
       .add("blocks_per_sm", 1)
       .add("reason", t.reason);
@@ -208,13 +209,11 @@ std::string choose_forward_sm80(const ForwardParams& p, bool packed, const Devic
 constexpr char kFirstRow[] = "first row that serves the call";
 
 std::string choose_backward_sm90(const ForwardParams& p, const Device& device) {
-  const int sms = static_cast<int>(device.sms), row = sm90::choose_backward(p, sms);
+  const auto [row, split] = sm90::choose_backward(p, static_cast<int>(device.sms), false);
   const sm90::BackwardTile& t = sm90::kBackwardTiles[row];
   const int ranks = t.wide() ? sm90::kWideRanks : 1;  // thread blocks of a tile
-  const int64_t slots = std::max(sms / ranks, 1);
-  const sm90::TileParts split = sm90::split_tiles(p, t, sms);
-  const char* const rule =
-      row == sm90::first_backward_tile(p) ? kFirstRow : "least rounds x step_time";
+  const int64_t slots = std::max<int64_t>(device.sms / ranks, 1);
+  const char* const rule = t.has_rivals() ? "least estimated time" : kFirstRow;
   JsonObject json = choice_of("sm90_backward", describe(t), rule, 1, sm90::is_causal(p), nullptr);
   add_counts(json, tiles_of_keys(p, t.block_n), std::min(split.units(), slots) * ranks, slots);
   json.add("split_tiles", split.split).add("parts", split.parts);

@@ -320,7 +320,7 @@ BACKWARD_CHOICES = {
     ),
     "few short tiles": (
         {"head_dim": 64, "head_dim_v": 64, "seqlen_k": 512, "batch": 2},
-        ("sm90_backward", "64x128", 64, 128, 128, 1),
+        ("sm90_backward", "128x128", 64, 128, 128, 1),
     ),
     "softcap": (
         {"head_dim": 64, "head_dim_v": 64, "softcap": 30.0},
@@ -356,7 +356,7 @@ PARTS = {
     "last wave of clusters": ({"head_dim": 256}, (2, 16)),
     "short tiles": ({"seqlen_q": 200}, (0, 1)),
     "causal": ({"causal": True}, (0, 1)),
-    "causal, few tiles": ({"causal": True, "batch": 1, "heads_kv": 2}, (64, 2)),
+    "causal, few tiles": ({"causal": True, "batch": 1, "heads_kv": 2}, (64, 4)),
     "few tiles": ({"seqlen_k": 128, "heads_kv": 4}, (16, 8)),
     "packed": ({"packed": True}, (0, 1)),
     "no queries": ({"seqlen_q": 0}, (0, 1)),
@@ -391,7 +391,7 @@ def test_the_command_shows_the_tile_of_a_call():
     assert "not sm90_forward: the device has compute capability 8.0" in portable.output
     assert "108 SMs of compute capability 8.0" in portable.output
     backward = run(*options, "--backward")
-    assert backward.output.startswith("sm90_backward, tile 64x128 at head dim 64: least rounds")
+    assert backward.output.startswith("sm90_backward, tile 64x128 at head dim 64: least estimated")
     assert "4,096 tiles of up to 128 keys, 132 thread blocks" in backward.output
     assert "the last 4 tiles are split" not in backward.output  # two blocks of queries are few
     long = run("--head-dim", "128", "--seq-len", "4096", "--arch", "sm90", "--backward")

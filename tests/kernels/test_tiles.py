@@ -214,23 +214,34 @@ constexpr int rows(int head_dim, bool softcap, int long_queries) {
 static_assert(rows(72, false, 1024) == 80 && rows(128, false, 9000) == 80);
 static_assert(rows(128, false, 1023) == 64 && rows(128, true, 9000) == 64);
 static_assert(rows(64, false, 9000) == 64 && rows(136, false, 9000) == 64);
-// Keys of the tile that serves `heads` heads of a dense call.
-constexpr int keys(int head_dim, int seqlen_k, int heads, int sms = 132) {
+// The tile that serves `heads` heads of a dense call, each of which `group` query heads share.
+constexpr sm90::BackwardTile tile(int head_dim, int seqlen_k, int heads, int sms = 132,
+                                  bool causal = false, int group = 1) {
   ForwardParams p{};
   p.batch = 1;
-  p.heads_q = p.heads_kv = heads;
+  p.heads_q = heads * group;
+  p.heads_kv = heads;
   p.head_dim = p.head_dim_v = head_dim;
   p.seqlen_q = p.seqlen_k = seqlen_k;
-  p.window_left = p.window_right = -1;
-  return sm90::kBackwardTiles[sm90::choose_backward(p, sms)].block_n;
+  p.window_left = -1;
+  p.window_right = causal ? 0 : -1;
+  return sm90::kBackwardTiles[sm90::choose_backward(p, sms, false).row];
 }
-static_assert(keys(64, 512, 32) == 128, "one round either way: the smaller tiles are done first");
-static_assert(keys(64, 512, 1024) == 192, "24 rounds of 192 keys, 32 of 128");
-static_assert(keys(64, 1024, 32) == 128 && keys(64, 2048, 32) == 192, "two rounds; three and four");
+constexpr int keys(int head_dim, int seqlen_k, int heads, int sms = 132) {
+  return tile(head_dim, seqlen_k, heads, sms).block_n;
+}
+static_assert(keys(64, 512, 32) == 128, "one wave either way: the smaller tiles are done first");
+static_assert(keys(64, 512, 1024) == 192, "24 waves of 192 keys, 32 of 128");
+static_assert(keys(64, 1024, 32) == 128 && keys(64, 4096, 32) == 192, "two waves; six and eight");
 static_assert(keys(64, 160, 32) == 192 && keys(64, 128, 32) == 128, "a head in one tile");
 static_assert(keys(64, 197, 1000) == 128, "two tiles a head, of 192 keys with a third empty");
 static_assert(keys(64, 517, 32) == 192 && keys(64, 517, 32, 160) == 128, "160 tiles of 128 keys");
 static_assert(keys(128, 100, 1) == 128 && keys(256, 100, 1) == 128, "no row is alike");
+static_assert(tile(64, 2048, 32).block_m == 128, "four waves of 128 queries, or three of 192 keys");
+static_assert(tile(64, 1024, 32).block_m == 128 && tile(64, 512, 32).block_m == 64);
+static_assert(tile(64, 100, 32).block_m == 64, "a head in one tile is taken whole");
+static_assert(tile(64, 2048, 12, 132, true).block_m == 128, "the longest of 132 tiles of 192 keys");
+static_assert(tile(64, 8192, 12, 132, true).block_n == 192, "all tiles take longer than one");
 // Heads of a section on 132 SMs, where the Q, dO and dQ of `most` heads fit in L2.
 constexpr int section(int heads, int blocks, bool deterministic = false, int most = 8) {
   return sm90::choose_section({blocks, heads, std::min(most, heads), 0}, 132, deterministic);
@@ -250,22 +261,31 @@ static_assert(section_of_turns(16, 128, 132, false) == 4, "at least four heads")
 static_assert(section_of_turns(8, 128, 66, true) == 1 && section_of_turns(2, 900, 1, true) == 1);
 // Parts of the last tiles of a call, and how many thread blocks those are.
 constexpr int64_t parts(int row, int seqlen, int heads, int group, int sms = 132,
-                        int window = -1) {
+                        int window = -1, bool causal = false, bool deterministic = false) {
   ForwardParams p{};
   p.batch = 1;
   p.heads_kv = heads;
   p.heads_q = heads * group;
   p.seqlen_q = p.seqlen_k = seqlen;
-  p.window_left = p.window_right = window;
-  const sm90::TileParts split = sm90::split_tiles(p, sm90::kBackwardTiles[row], sms);
+  p.window_left = window;
+  p.window_right = causal ? 0 : window;
+  const sm90::TileParts split =
+      sm90::split_tiles(p, sm90::kBackwardTiles[row], sms, deterministic);
   return 1000 * split.parts + split.split * split.parts;
 }
-static_assert(parts(2, 4096, 64, 1) == 3000 + 3 * 68, "15 waves, and 68 of 2,048 tiles");
-static_assert(parts(2, 4096, 33, 1) == 1000, "eight whole waves");
-static_assert(parts(2, 512, 8, 4) == 4000 + 4 * 32 && parts(3, 100, 8, 4) == 1000, "two blocks");
-static_assert(parts(5, 512, 4, 4) == 4000 + 4 * 16, "66 clusters");
-static_assert(parts(2, 4096, 1, 4, 132, 100) == 3000 + 3 * 32, "five blocks see a tile");
-static_assert(parts(5, 512, 4, 4, 1) == 1000, "no room for a cluster");
+static_assert(parts(3, 4096, 64, 1) == 3000 + 3 * 68, "15 waves, and 68 of 2,048 tiles");
+static_assert(parts(3, 4096, 33, 1) == 1000, "eight whole waves");
+static_assert(parts(3, 512, 8, 4) == 4000 + 4 * 32 && parts(4, 100, 8, 1) == 1000, "two blocks");
+static_assert(parts(6, 512, 4, 4) == 4000 + 4 * 16, "66 clusters");
+static_assert(parts(3, 4096, 1, 4, 132, 100) == 3000 + 3 * 32, "five blocks see a tile");
+static_assert(parts(6, 512, 4, 4, 1) == 1000, "no room for a cluster");
+// Where later keys are hidden: one of 128 tiles takes twice as long as all of them on all SMs.
+static_assert(parts(4, 2048, 8, 4, 132, -1, true) == 2000 + 2 * 128);
+static_assert(parts(4, 2048, 8, 4, 132, -1, true, true) == 2000 + 2 * 128, "one wave");
+static_assert(parts(4, 2048, 9, 4, 132, -1, true) == 2000 + 2 * 144);
+static_assert(parts(4, 2048, 9, 4, 132, -1, true, true) == 1000, "turns, and more than one wave");
+static_assert(parts(4, 2048, 16, 4, 132, -1, true) == 1000, "the other tiles fill the gaps");
+static_assert(parts(4, 512, 16, 1, 132, -1, true) == 1000, "the sum would take longer");
 static_assert(hopper(200, true) == 256 && hopper(256, false) == 256 && hopper(264, false) == 0);
 
 constexpr int kA100 = 166912, kAda = 101376;  // shared memory of a thread block

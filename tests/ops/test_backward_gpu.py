@@ -127,6 +127,25 @@ def test_blocks_of_80_queries(seqlen_q, seqlen_k, head_dim, dtype, causal):
     assert_match_with_and_without_turns(target, q, k, v, causal=causal)
 
 
+# Few tiles: dense calls with a last block of each size, then packed ones.
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("queries", [1024, 1000, 950, 897])
+def test_blocks_of_128_queries(queries, mask):
+    target = make_target("cuda-sm90", BF16)
+    qkv = target.qkv(1, queries, 1020, 32, 16, 40)
+    if mask in ("full", "left"):  # the others may take the tile of 192 keys
+        assert choice_of(*qkv, **MASKS[mask])["tile"]["block_m"] == 128
+    assert_match_with_and_without_turns(target, *qkv, **MASKS[mask])
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "band"])
+def test_blocks_of_128_queries_of_packed_batches(mask):
+    """The rows of a sequence's last block that are the next sequence's hold NaN."""
+    target = make_target("cuda-sm90", BF16)
+    lengths = [(65, 65), (1, 130), (0, 9), (1000, 300), (7, 0), (640, 1280)]
+    assert_gradients_match(target, *packed_call(target, lengths, 64), **MASKS[mask])
+
+
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_blocks_of_80_queries_of_packed_batches(mask):
     """The rows of a sequence's last block that are the next sequence's hold NaN."""
@@ -162,8 +181,10 @@ def test_short_heads_that_fill_the_card(bf16_target, head_dim, group, mask):
 
 
 PARTS = {  # batch, queries, keys, heads, key heads, head dim
-    "192 keys": (1, 1000, 180, 8, 4, 64),
-    "128 keys": (1, 700, 517, 16, 4, 64),
+    "one tile": (1, 1000, 180, 8, 4, 64),
+    "192 keys": (1, 700, 517, 16, 4, 64),
+    "128 keys": (1, 500, 517, 8, 2, 64),
+    "128 queries": (1, 1000, 1030, 16, 8, 64),
     "64 queries": (1, 1000, 700, 8, 2, 128),
     "80 queries": (2, 4200, 333, 3, 3, 96),
     "wide": (1, 1000, 333, 8, 2, 256),
@@ -172,13 +193,20 @@ PARTS = {  # batch, queries, keys, heads, key heads, head dim
 }
 ALTERNATES = {
     "192 keys": (2, 1030, 1100, 30, 30, 64),
-    "128 keys": (1, 1000, 1000, 33, 33, 64),
+    "128 keys": (1, 300, 300, 50, 50, 64),
+    "128 queries": (2, 700, 710, 28, 14, 64),
     "64 queries": (1, 1100, 1100, 32, 16, 128),
     "80 queries": (1, 4200, 4300, 10, 5, 96),
     "wide": (1, 1100, 1200, 16, 8, 256),
     "less wide": (3, 700, 900, 4, 4, 192),
     "more keys than queries": (1, 333, 2500, 10, 10, 128),
     "rows without keys": (2, 2000, 1000, 12, 12, 128),
+}
+# More causal tiles than SMs, and the longest one takes longer than all tiles would on all SMs.
+SPLITS_LONGEST = {
+    "64 queries": (1, 1100, 1100, 32, 16, 128),
+    "80 queries": (1, 4200, 4300, 10, 5, 96),
+    "wide": (1, 2100, 2100, 16, 4, 256),
 }
 SPLITS_WAVES = {  # without a mask the last of several waves is split
     "narrow wave": (1, 2100, 700, 25, 25, 128),
@@ -213,6 +241,16 @@ def test_parts_of_the_last_wave(name):
     qkv = target.qkv(*SPLITS_WAVES[name])
     assert choice_of(*qkv)["parts"] > 1
     assert_match_with_and_without_turns(target, *qkv)
+
+
+@pytest.mark.parametrize("name", SPLITS_LONGEST)
+def test_parts_of_more_causal_tiles_than_sms(name):
+    target = make_target("cuda-sm90", BF16)
+    qkv = target.qkv(*SPLITS_LONGEST[name])
+    choice = choice_of(*qkv, causal=True)
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    assert choice["split_tiles"] == choice["tiles"] > sms // choice["tile"]["cluster"]
+    assert_match_with_and_without_turns(target, *qkv, causal=True)
 
 
 @pytest.mark.parametrize("softcap", [0.0, 30.0])

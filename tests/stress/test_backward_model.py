@@ -57,8 +57,9 @@ class Narrow:
     def __init__(
         self, consumers: int, values: int, pattern: tuple[int, ...], warps: int = 1,
         tile_buffers: int = 2, heads: bool = False, brief: bool = False, hidden: bool = False,
-        keys: int = 2, missing: str = "",
+        keys: int = 2, gradients: int = 0, missing: str = "",
     ) -> None:  # fmt: skip
+        gradients = gradients or values
         self.pattern, self.warps, self.heads, self.brief = pattern, warps, heads, brief
         self.consumers, self.hidden, self.by_tma = consumers, hidden, values > 1
         self.missing = missing.split("+")
@@ -83,9 +84,9 @@ class Narrow:
         self.ds = tuple(Buffer(f"dS {i}", scores, STEP) for i in range(every))
         self.ds_full = Barrier("ds_full", 2, every, clock=STEP)
         self.ds_empty = Barrier("ds_empty", 2, warps, clock=STEP)
-        self.dq = tuple(Buffer(f"dQ {i}", values, STEP) for i in range(warps))
-        self.dq_full = Barrier("dq_full", values, warps, clock=STEP)
-        self.dq_empty = Barrier("dq_empty", values, clock=STEP)
+        self.dq = tuple(Buffer(f"dQ {i}", gradients, STEP) for i in range(warps))
+        self.dq_full = Barrier("dq_full", gradients, warps, clock=STEP)
+        self.dq_empty = Barrier("dq_empty", gradients, clock=STEP)
         # dK, dV on the way out, in a part of dS; a named barrier comes after it.
         self.out = [Buffer(f"rows {i}", 1, KEYS) for i in range(every)]
         self.stored = [Barrier(f"stored {i}", 1, warps, clock=KEYS) for i in groups]
@@ -346,6 +347,9 @@ class Turns:
         (2, (1, 2, END), {"brief": True}),
         (2, (1, 2), {"hidden": True, "brief": True}),
         (2, (2, 1), {"heads": True, "brief": True}),
+        (2, (1, 2), {"gradients": 1, "brief": True}),  # head dim 64, blocks of 128 queries
+        (2, (1, 2), {"gradients": 1, "warps": 2, "brief": True}),
+        (2, (1, 2, END), {"gradients": 1, "brief": True}),
         slow(2, (1, 2), {}),
         slow(1, (1, 2, END), {"warps": 2, "heads": True}),
         slow(2, (1, 1, 2, 1, 3, 2, 2, 3, 3), {}),
@@ -362,6 +366,8 @@ def test_one_consumer_of_the_narrow_kernel_is_right_in_every_order(values, patte
         (2, 1, (1, 2), {}),
         (2, 2, (2, 1, END), {}),
         (2, 1, (1, 2), {"keys": 1}),
+        (2, 2, (1, 2), {"gradients": 1}),
+        slow(2, 2, (1, 2), {"gradients": 1, "hidden": True}),
         slow(2, 1, (1, 2), {"heads": True}),
         slow(2, 1, (1, 2), {"hidden": True}),
         slow(2, 1, (1, 1, 2, 1, 3, 2, 2, 3, 3), {}),
@@ -408,6 +414,7 @@ def test_consumers_of_the_narrow_kernel_are_right_in_every_order(
         ("dq_done", "reads place", {"heads": True}),
         ("complete", "reads place", {"heads": True}),
         ("k_empty", "K", {"keys": 1}),
+        ("dq_empty", "dQ", {"values": 2, "gradients": 1}),
         ("last dQ", "K", {"keys": 1}),
     ],
 )

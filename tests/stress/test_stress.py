@@ -113,7 +113,7 @@ def test_every_backward_case_has_a_label_of_its_own_and_the_tables_a_case_each()
     every = {
         (dim, 64, 128, cap, packed) for dim in (128, 192, 256) for cap in both for packed in both
     }
-    narrow = {(64, 64, 192), (64, 64, 128), (128, 80, 128)}
+    narrow = {(64, 64, 192), (64, 64, 128), (64, 128, 128), (128, 80, 128)}
     assert tiles == {*((*size, False, packed) for size in narrow for packed in both), *every}
 
 
@@ -385,9 +385,9 @@ template __global__ void attnscope::sm90::forward_kernel<
 #include "kernels/sm90_backward/kernel.cuh"
 #include "kernels/sm90_backward/wide.cuh"
 using namespace attnscope::sm90;
-template __global__ void attnscope::sm90::backward_kernel<BackwardConfig<__nv_bfloat16, 2>>(
+template __global__ void attnscope::sm90::backward_kernel<BackwardConfig<__nv_bfloat16, 3>>(
     const __grid_constant__ BackwardArguments);
-template __global__ void attnscope::sm90::wide_backward_kernel<WideConfig<__nv_bfloat16, 4>>(
+template __global__ void attnscope::sm90::wide_backward_kernel<WideConfig<__nv_bfloat16, 5>>(
     const __grid_constant__ BackwardArguments);
 """,
 }

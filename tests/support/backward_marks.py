@@ -15,8 +15,8 @@ from attnscope.timeline.layouts import layout_of
 from attnscope.timeline.recording import Recording, rows_of_block
 
 TILES = {
-    "d128": {"row": 3, "head_dim": 128, "block_m": 64, "block_n": 128, "consumers": 2},
-    "d128-long": {"row": 2, "head_dim": 128, "block_m": 80, "block_n": 128, "consumers": 2},
+    "d128": {"row": 4, "head_dim": 128, "block_m": 64, "block_n": 128, "consumers": 2},
+    "d128-long": {"row": 3, "head_dim": 128, "block_m": 80, "block_n": 128, "consumers": 2},
     "d64": {"row": 0, "head_dim": 64, "block_m": 64, "block_n": 192, "consumers": 3},
 }
 OWN_STEP = tuple(state.mark for state in backward.CONSUMER_STEP[: backward.PASS_OVER])

@@ -18,7 +18,8 @@ struct BackwardTile {
                       // and there is no softcap
   int long_queries;  // serves only calls without a left window and with as many queries (packed: in
                      // the longest sequence), four times as many if later keys are hidden; 0: all
-  int step_time;     // of a step, relative to rows alike but for block_n
+  int step_time;     // of a step on an H200, and of a tile's start and end, in tenths of a
+  int tile_time;     // microsecond; see split_tiles
   const char* reason;
 
   // Head dims that wide.cuh serves, by clusters of thread blocks.
@@ -33,11 +34,15 @@ struct BackwardTile {
   constexpr bool stages_gradient() const { return head_dim != 256; }
   // dQ is computed transposed: a product has 64 rows, and 80 are no multiple of them.
   constexpr bool transposes() const { return block_m % 64 != 0; }
+  // Narrow: whether thread blocks may take whole heads, see launch.cu.
+  constexpr bool takes_whole_heads() const { return block_m == 64 && !wide(); }
   // Narrow: buffers for K and for V. What fits.
   constexpr int key_stages() const { return transposes() ? 1 : 2; }
   constexpr int value_stages() const { return head_dim == 64 ? 2 : 1; }
   // Narrow: buffers for dQ on its way out.
-  constexpr int gradient_stages() const { return head_dim == 64 ? 2 : 1; }
+  constexpr int gradient_stages() const { return block_m * head_dim == 64 * 64 ? 2 : 1; }
+  // Whether later rows of the same head dim may serve the call as well.
+  constexpr bool has_rivals() const { return head_dim == 64; }
   // A thread block has K, V, Q, dO; dS; dQ on its way out; lse and delta; wide: half of the other
   // thread block's K, P, and dK on its way out; the tiles and barriers.
   constexpr int shared_bytes() const {
@@ -57,14 +62,16 @@ inline constexpr int kWideRanks = 2;
 
 // Deliberately not `inline`, see kForwardTiles.
 constexpr BackwardTile kBackwardTiles[] = {
-    {64, 64, 192, 3, false, 0, 6,
+    {64, 64, 192, 3, false, 0, 18, 60,
      "three consumers hide each other's latencies; 160 registers each"},
-    {64, 64, 128, 3, false, 0, 5,
-     "where it needs fewer rounds of tiles; a step takes 5/6 of the time"},
-    {128, 80, 128, 2, false, 1024, 1, "1.00 to 1.05 of the speed of 64 rows: fewer waits a query"},
-    {128, 64, 128, 2, true, 0, 1, "dK and dV take 128 registers, which leaves room for 64 rows"},
-    {192, 64, 64 * kWideRanks, 2, false, 0, 1, "as head dim 256"},
-    {256, 64, 64 * kWideRanks, 2, false, 0, 1,
+    {64, 64, 128, 3, false, 0, 15, 50, "few tiles of up to 512 queries"},
+    {64, 128, 128, 2, false, 0, 25, 70, "few tiles: half as many steps"},
+    {128, 80, 128, 2, false, 1024, 25, 80,
+     "1.00 to 1.05 of the speed of 64 rows: fewer waits a query"},
+    {128, 64, 128, 2, true, 0, 20, 80,
+     "dK and dV take 128 registers, which leaves room for 64 rows"},
+    {192, 64, 64 * kWideRanks, 2, false, 0, 19, 90, "as head dim 256"},
+    {256, 64, 64 * kWideRanks, 2, false, 0, 22, 90,
      "S, dP in separate warpgroups read the fewest bytes of shared memory; two thread blocks share "
      "Q, dO and dQ"},
 };
@@ -103,61 +110,105 @@ constexpr int64_t key_tiles(const ForwardParams& p, const BackwardTile& t) {
   return p.heads_kv * block_count(p.packed(), p.total_k, p.seqlen_k, p.batch, t.block_n);
 }
 
-// The tiles of the last wave over the SMs, each shared by thread blocks that take a part of its
-// queries: where that makes the wave shorter. Calls with few tiles have no other wave. See
-// parts.cuh.
+// Tiles of a call that several thread blocks share, each with a part of the queries, see parts.cuh;
+// and the time that the call is estimated to take, in tenths of a microsecond.
 struct TileParts {
   int64_t whole;  // tiles before them
   int64_t split;
   int parts;  // of each
+  int64_t time;
 
   constexpr int64_t units() const { return whole + split * parts; }
-  constexpr int64_t bytes(const BackwardTile& t) const {  // dV and dK in fp32
-    return split * parts * t.block_n * t.head_dim * 2 * 4;
+  static constexpr int64_t bytes_of_part(const BackwardTile& t) {  // dV and dK in fp32
+    return int64_t{t.block_n} * t.head_dim * 2 * 4;
   }
+  constexpr int64_t bytes(const BackwardTile& t) const { return split * parts * bytes_of_part(t); }
 };
 
-constexpr TileParts split_tiles(const ForwardParams& p, const BackwardTile& t, int sms) {
-  constexpr int64_t kMost = 16, kRounds = 2, kPartSteps = 4;
-  const int64_t slots = std::max(sms / (t.wide() ? kWideRanks : 1), 1);
-  const int64_t tiles = key_tiles(p, t), last = tiles % slots;
-  TileParts best{tiles, 0, 1};
-  // Where later tiles are shorter, they balance the end. A packed batch has tiles of all lengths.
-  if (p.packed() || last == 0 || (p.window_right >= 0 && tiles > last)) return best;
-  const auto blocks_of = [&](int64_t rows) { return (rows + t.block_m - 1) / t.block_m; };
-  int64_t blocks = blocks_of(p.seqlen_q);  // of queries that see a tile
+constexpr bool longest_come_first(const ForwardParams& p) {
+  return p.window_right >= 0 && p.window_left < 0;
+}
+
+// Blocks of queries that see a tile of keys, of all tiles of a head, where later keys are hidden:
+// all of them up to the last key that the first query sees, then fewer and fewer.
+constexpr int64_t causal_steps(const ForwardParams& p, const BackwardTile& t) {
+  const int64_t blocks = (int64_t{p.seqlen_q} + t.block_m - 1) / t.block_m;
+  const int64_t tiles = (int64_t{p.seqlen_k} + t.block_n - 1) / t.block_n;
+  const int64_t last_key = int64_t{p.seqlen_k} - p.seqlen_q + p.window_right;
+  const auto steps = [&](int64_t tile) {
+    const int64_t first_query = std::max(tile * t.block_n - last_key, int64_t{0});
+    return std::max(blocks - first_query / t.block_m, int64_t{0});
+  };
+  const int64_t full = last_key < 0 ? 0 : std::min(last_key / t.block_n + 1, tiles);
+  return full * blocks + (tiles - full) * (steps(full) + steps(tiles - 1)) / 2;
+}
+
+// The parts with which the call takes the least time. Tiles that are alike run in waves over the
+// SMs: the last one, which may be the only one, is shorter with parts. Where later keys are hidden,
+// the longest tiles come first and the others fill the gaps: the call takes as long as its longest
+// tile, or as all tiles on all SMs. Few tiles have parts then, all of them. A deterministic call
+// has those in one wave only. The sequences of a packed batch are taken to be alike.
+constexpr TileParts split_tiles(const ForwardParams& p, const BackwardTile& t, int sms,
+                                bool deterministic) {
+  constexpr int64_t kMost = 16, kWaves = 2, kCausalWaves = 4;
+  constexpr int64_t kSumTime = 40, kSumBytes = 350000;  // of the sum of parts: 4 us, 3.5 TB/s
+  const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int64_t slots = std::max(sms / (t.wide() ? kWideRanks : 1), 1), tiles = key_tiles(p, t);
+  const int64_t group = p.heads_q / std::max(p.heads_kv, 1);
+  int64_t blocks = ceil_div(p.seqlen_q, t.block_m);  // of queries that see a tile, at most
   if (p.window_left >= 0 && p.window_right >= 0) {
-    blocks = std::min(blocks, blocks_of(int64_t{p.window_left} + p.window_right + t.block_n));
+    const int64_t seen = int64_t{p.window_left} + p.window_right + t.block_n;
+    blocks = std::min(blocks, ceil_div(seen, t.block_m));
   }
-  const int64_t group = p.heads_q / p.heads_kv;
-  int64_t least = blocks * group;
-  for (int64_t parts = 2; parts <= kMost && parts <= blocks; ++parts) {
-    const int64_t rounds = (parts * last + slots - 1) / slots;
-    if (rounds > kRounds) break;
-    // A part starts and ends as a tile does: that takes as long as kPartSteps.
-    const int64_t time = rounds * ((blocks + parts - 1) / parts * group + kPartSteps);
-    if (time >= least) continue;
-    least = time;
-    best = {tiles - last, last, static_cast<int>(parts)};
+  const bool causal = longest_come_first(p) && !p.packed();
+  const int64_t all_steps = causal ? causal_steps(p, t) * p.batch * p.heads_kv : 0;
+  const auto of_tile = [&](int64_t steps) { return steps * group * t.step_time + t.tile_time; };
+  const auto time_of = [&](int64_t split, int64_t parts) {
+    const int64_t longest = of_tile(ceil_div(blocks, parts)), units = split * parts;
+    const int64_t sum = split > 0 ? kSumTime + units * TileParts::bytes_of_part(t) / kSumBytes : 0;
+    if (causal) {
+      const int64_t all = all_steps * group * t.step_time + tiles * parts * t.tile_time;
+      return std::max(longest, all / slots) + sum;
+    }
+    return ceil_div(tiles - split, slots) * of_tile(blocks) + ceil_div(units, slots) * longest +
+           sum;
+  };
+  TileParts best{tiles, 0, 1, time_of(0, 1)};
+  const int64_t split = causal ? tiles : tiles % slots;
+  if (p.packed() || (causal && deterministic && tiles > slots)) return best;
+  // Parts must save a thirtieth of a whole tile; where they wait for turns, an eighth.
+  const int64_t most = best.time - of_tile(blocks) / (deterministic ? 8 : 30);
+  for (int64_t parts = 2; parts <= std::min(kMost, blocks) && split > 0; ++parts) {
+    if (split * parts > slots * (causal ? kCausalWaves : kWaves)) break;
+    const int64_t time = time_of(split, parts);
+    if (time < std::min(best.time, most)) {
+      best = {tiles - split, split, static_cast<int>(parts), time};
+    }
   }
   return best;
 }
 
-// The row that serves a call: of the first one and those alike but for block_n, the one whose tiles
-// take the least time on `sms` SMs. A head that fits in one tile gets one: it may then need no
-// postprocess, see takes_whole_heads.
-constexpr int choose_backward(const ForwardParams& p, int sms) {
+// What serves a call: a row of the table, and its parts.
+struct BackwardChoice {
+  int row;
+  TileParts split;
+};
+
+// The row that takes the least time: the first one that serves the call, or a later one of its head
+// dim. A head that fits in one tile gets one: it may then need no postprocess, see
+// takes_whole_heads. The row is -1 if none serves the call.
+constexpr BackwardChoice choose_backward(const ForwardParams& p, int sms, bool deterministic) {
   const int first = first_backward_tile(p);
-  const auto time = [&](int row) {
+  if (first < 0) return {first, {}};
+  const BackwardTile& before = kBackwardTiles[first];
+  BackwardChoice best{first, split_tiles(p, before, sms, deterministic)};
+  for (int row = first + 1; before.has_rivals() && row < kBackwardTileCount; ++row) {
     const BackwardTile& t = kBackwardTiles[row];
-    return (key_tiles(p, t) + sms - 1) / sms * t.step_time;
-  };
-  int best = first;
-  for (int i = first + 1; first >= 0 && i < kBackwardTileCount; ++i) {
-    const BackwardTile &t = kBackwardTiles[i], &other = kBackwardTiles[first];
-    const bool alike = t.head_dim == other.head_dim && t.block_m == other.block_m;
-    const bool splits = p.seqlen_k > t.block_n && p.seqlen_k <= other.block_n;
-    if (alike && !splits && time(i) < time(best)) best = i;
+    if (t.head_dim != before.head_dim) break;
+    if (p.seqlen_k > t.block_n && p.seqlen_k <= before.block_n) continue;
+    if (p.seqlen_k <= t.block_n && !t.takes_whole_heads()) continue;
+    const TileParts split = split_tiles(p, t, sms, deterministic);
+    if (split.time < best.split.time) best = {row, split};
   }
   return best;
 }
@@ -174,7 +225,8 @@ struct BackwardWorkspace {
 
 inline BackwardWorkspace backward_layout(const BackwardParams& params, int sms) {
   const ForwardParams& p = params.forward;
-  const BackwardTile& t = kBackwardTiles[first_backward_tile(p)];  // of all that may serve it
+  const BackwardChoice choice = choose_backward(p, sms, params.deterministic);
+  const BackwardTile& t = kBackwardTiles[choice.row];
   const int64_t blocks = p.heads_q * block_count(p.packed(), p.packed() ? p.total_q : p.seqlen_q,
                                                  p.seqlen_q, p.batch, t.block_m);
   const auto aligned = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
@@ -183,12 +235,7 @@ inline BackwardWorkspace backward_layout(const BackwardParams& params, int sms) 
   w.tickets = w.gradient + aligned(blocks * t.block_m * t.head_dim * 4);
   w.claims = w.tickets + aligned(params.deterministic ? blocks * 4 : 0);
   w.parts = w.claims + aligned(t.wide() ? 0 : blocks * 4);
-  int64_t part_bytes = 0;
-  for (const BackwardTile& row : kBackwardTiles) {
-    if (row.head_dim != t.head_dim) continue;
-    part_bytes = std::max(part_bytes, split_tiles(p, row, sms).bytes(row));
-  }
-  w.counter = w.parts + aligned(part_bytes);
+  w.counter = w.parts + aligned(choice.split.bytes(t));
   w.bytes = w.counter + 256;
   return w;
 }

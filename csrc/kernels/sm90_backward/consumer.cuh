@@ -171,16 +171,22 @@ class BackwardConsumer {
       release(s.ds_empty[step & 1]);
       stage_query_part<Config>(ptx::shared_address(s.dq[out.stage]), 1, right);
     } else {
-      float dq[Config::kHeadDim / 2];
-      issue_query_gradient<Config>(dq, scores(), keys());
-      await_gradient_slot(out);
-      ptx::wgmma_wait<0>();
-      ptx::pin_registers(dq);
-      mark(AtStep::kStageGradient);
-      release(s.ds_empty[step & 1]);
+      constexpr int kUnits = Config::kUnits, kColumnBlocks = Config::kColumnBlocks;
+      float dq[kUnits][Config::kHeadDim / 2];
 #pragma unroll
-      for (int column = 0; column < Config::kColumnBlocks; ++column) {
-        stage_query_part<Config>(ptx::shared_address(s.dq[out.stage]), column, dq + 32 * column);
+      for (int i = 0; i < kUnits; ++i) issue_query_gradient<Config>(dq[i], scores(64 * i), keys());
+      await_gradient_slot(out);
+#pragma unroll
+      for (int i = 0; i < kUnits; ++i) {
+        i + 1 < kUnits ? ptx::wgmma_wait<1>() : ptx::wgmma_wait<0>();
+        ptx::pin_registers(dq[i]);
+        if (i == 0) mark(AtStep::kStageGradient);
+        if (i + 1 == kUnits) release(s.ds_empty[step & 1]);
+#pragma unroll
+        for (int column = 0; column < kColumnBlocks; ++column) {
+          stage_query_part<Config>(ptx::shared_address(s.dq[out.stage]), i * kColumnBlocks + column,
+                                   dq[i] + 32 * column);
+        }
       }
     }
     staged = true;
@@ -220,7 +226,7 @@ class BackwardConsumer {
       mark(AtTile::kStore);
       store_key_gradients<Config>(a, *tile, consumer, staging(), dk, dv);
     }
-    if constexpr (!Config::kTransposes) {
+    if constexpr (Config::kWholeHeads) {
       if (a.whole_heads && ptx::uniform(tile->key_block) == 0) {
         await_stores();  // see staging
         store_query_gradients();
@@ -300,8 +306,8 @@ class BackwardConsumer {
     }
     if (a.packed && tile->rows < Config::kBlockN) {
       wait(s.v_full[v_slot.stage], v_slot.parity);
-      clear_rows<Config::kBlockN>(s.k[k_slot.stage], tile->rows);
-      clear_rows<Config::kBlockN>(s.v[v_slot.stage], tile->rows);
+      clear_rows<Config, Config::kBlockN>(s.k[k_slot.stage], tile->rows, 1 + consumer);
+      clear_rows<Config, Config::kBlockN>(s.v[v_slot.stage], tile->rows, 1 + consumer);
     }
   }
 
@@ -314,25 +320,9 @@ class BackwardConsumer {
       wait(s.dout_full[slot.stage], slot.parity);
     }
     if (__builtin_expect(block == ragged_block, false)) {
-      clear_rows<kBlockM>(s.q[slot.stage], ragged_rows());
-      clear_rows<kBlockM>(s.dout[slot.stage], ragged_rows());
+      clear_rows<Config, kBlockM>(s.q[slot.stage], ragged_rows(), 1 + consumer);
+      clear_rows<Config, kBlockM>(s.dout[slot.stage], ragged_rows(), 1 + consumer);
     }
-  }
-
-  // Zeroes the rows of a tile from `first` on, before this consumer's products read them. Every
-  // consumer does so: none has to wait for another.
-  template <int kRows>
-  __device__ __forceinline__ void clear_rows(typename Config::Element* tile, int first) const {
-    constexpr int kChunks = Config::kRowBytes / 16;
-#pragma unroll 1
-    for (int i = first * kChunks + threadIdx.x % 128; i < kRows * kChunks; i += 128) {
-#pragma unroll
-      for (int columns = 0; columns < Config::kHeadDim / 64; ++columns) {
-        reinterpret_cast<uint4*>(tile)[columns * kRows * kChunks + i] = uint4{};
-      }
-    }
-    ptx::fence_proxy_async();
-    ptx::named_barrier(1 + consumer, 128);
   }
 
   __device__ __forceinline__ void probabilities(Scores& p, Packed& packed,
@@ -368,14 +358,14 @@ class BackwardConsumer {
     const float* const place = a.gradient + int64_t{ptx::block()} * all * Config::kGradientFloats;
     wait(s.dq_done, heads++ & 1);
 #pragma unroll 1
-    for (int i = consumer; i < all * Config::kColumnBlocks; i += Config::kConsumers) {
+    for (int i = consumer; i < all * Config::kGradientParts; i += Config::kConsumers) {
       float x[32];
-      const int number = i / Config::kColumnBlocks, column = i % Config::kColumnBlocks;
-      load_query_part(
-          x, query_part<Config>(place + int64_t{number} * Config::kGradientFloats, column));
+      const int number = i / Config::kGradientParts, part = i % Config::kGradientParts;
+      load_query_part(x,
+                      query_part<Config>(place + int64_t{number} * Config::kGradientFloats, part));
       const int head = number / a.dense_queries, first = (number - head * blocks) * kBlockM;
       const RowBlock b{{0, batch, length}, 0, first, min(kBlockM, length - first)};
-      store_query_part<Config>(a, x, b, first_head + head, column, staging());
+      store_query_part<Config>(a, x, b, first_head + head, part, staging());
     }
     ptx::fence_proxy_async_global();  // before TMA writes to the place again
   }
@@ -415,9 +405,11 @@ class BackwardConsumer {
     return {ptx::shared_address(ring) + slot.stage * Config::kQueryBytes,
             kBlockM * Config::kRowBytes};
   }
-  // dS of the step, of all consumers.
-  __device__ __forceinline__ ptx::WgmmaDescriptor scores() const {
-    return {ptx::shared_address(s.ds) + buffer() * Config::kConsumers * Config::kScoreBytes, 16};
+  // dS of the step, of all consumers, from row `row` of the block on.
+  __device__ __forceinline__ ptx::WgmmaDescriptor scores(int row = 0) const {
+    return {ptx::shared_address(s.ds) + buffer() * Config::kConsumers * Config::kScoreBytes +
+                row * Config::kRowBytes,
+            16};
   }
   // The buffer of dS of the step.
   __device__ __forceinline__ int buffer() const { return kGuardedRing ? step & 1 : 0; }

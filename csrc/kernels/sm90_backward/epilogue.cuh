@@ -149,25 +149,25 @@ __device__ __forceinline__ void store_key_gradient_by_tma(const BackwardArgument
   ptx::tma_store_commit();
 }
 
-// Puts a warpgroup's column block of dQ, or of dQ transposed, into shared memory: contiguous parts
-// of the warps, see kernel.cuh.
+// Puts a part of a warpgroup's dQ, or of dQ transposed, into shared memory: contiguous shares of
+// the warps, see kernel.cuh.
 template <class Config>
-__device__ __forceinline__ void stage_query_part(uint32_t staging, int column, const float* dq) {
+__device__ __forceinline__ void stage_query_part(uint32_t staging, int part, const float* dq) {
   constexpr int kGroups = Config::kPartFloats / (4 * 32 * 4);  // of 4 floats of each lane
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const uint32_t address =
-      staging + column * (Config::kPartFloats * 4) + warp * (kGroups * 512) + lane * 16;
+      staging + part * (Config::kPartFloats * 4) + warp * (kGroups * 512) + lane * 16;
 #pragma unroll
   for (int n = 0; n < kGroups; ++n) {
     ptx::store_shared_v4(address + n * 512, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
   }
 }
 
-// A lane's first four of a warp's 16 rows of a column block of dQ, which begins at `gradient`.
+// A lane's first four of a warp's 16 rows of a part of dQ, which begins at `gradient`.
 template <class Config>
-__device__ __forceinline__ const float4* query_part(const float* gradient, int column) {
+__device__ __forceinline__ const float4* query_part(const float* gradient, int part) {
   const int thread = ptx::thread() % 128;
-  return reinterpret_cast<const float4*>(gradient + column * Config::kPartFloats +
+  return reinterpret_cast<const float4*>(gradient + part * Config::kPartFloats +
                                          thread / 32 * 1024 + thread % 32 * 4);
 }
 
@@ -183,13 +183,15 @@ __device__ __forceinline__ void load_query_part(float (&x)[32], const float4* pa
   }
 }
 
-// Stores such rows of column block number `block` as rows of dq. `b` is the block of queries.
+// Stores such rows of part number `part` as rows of dq. `b` is the block of queries.
 template <class Config>
 __device__ __forceinline__ void store_query_part(const BackwardArguments& a, const float (&x)[32],
-                                                 const RowBlock& b, int head, int block,
+                                                 const RowBlock& b, int head, int part,
                                                  uint32_t staging) {
   using Element = typename Config::Element;
-  const int row = ptx::thread() / 32 % 4 * 16, column = block * 64;
+  const int unit = Config::kUnits == 1 ? 0 : part / Config::kColumnBlocks;
+  const int row = unit * 64 + ptx::thread() / 32 % 4 * 16;
+  const int column = (part - unit * Config::kColumnBlocks) * 64;
   if (row >= b.rows) return;
   const Strides& stride = a.params.dq_stride;
   Element* out = static_cast<Element*>(a.params.dq) + b.segment.batch * stride.batch +

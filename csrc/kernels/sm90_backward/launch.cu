@@ -19,7 +19,7 @@ RowKernels& row_kernels() {
   static_assert(kSharedBytes == Config::kTile.shared_bytes(),
                 "the tile table and the struct disagree");
   static_assert(kSharedBytes <= 232448, "shared memory of a thread block");
-  constexpr int kPostThreads = 128 * Config::kColumnBlocks;
+  constexpr int kPostThreads = 128 * Config::kGradientParts;
   static RowKernels kernels{&Config::kTile,
                             backward_preprocess_kernel<Config>,
                             backward_kernel<Config>,
@@ -44,14 +44,15 @@ RowKernels& narrow_kernels(int row) {
       return row_kernels<BackwardConfig<Element, 1>>();
     case 2:
       return row_kernels<BackwardConfig<Element, 2>>();
-    default:
+    case 3:
       return row_kernels<BackwardConfig<Element, 3>>();
+    default:
+      return row_kernels<BackwardConfig<Element, 4>>();
   }
 }
 
-RowKernels& kernels_of(const ForwardParams& p, int sms) {
-  static_assert(kBackwardTileCount == 6, "a row of the table has no kernels");
-  const int row = choose_backward(p, sms);
+RowKernels& kernels_of(const ForwardParams& p, int row) {
+  static_assert(kBackwardTileCount == 7, "a row of the table has no kernels");
 #ifdef ATTNSCOPE_TIMELINE  // the one element type that is compiled, and no wide kernel
   return narrow_kernels<ATTNSCOPE_TIMELINE>(row);
 #else
@@ -107,7 +108,7 @@ constexpr int64_t kZeroedFloats = 1 << 20;
 // do not fit.
 bool takes_whole_heads(const ForwardParams& p, const BackwardTile& t, int sms) {
   constexpr int64_t kL2Share = 18 << 20;  // with 36 MB, Q and dO no longer fit beside it
-  if (t.transposes() || p.packed() || p.seqlen_q == 0 || p.window_left >= 0) return false;
+  if (!t.takes_whole_heads() || p.packed() || p.seqlen_q == 0 || p.window_left >= 0) return false;
   const int first_rows = std::min(t.block_m, p.seqlen_q);
   if (p.window_right >= 0 && first_rows + p.seqlen_k - p.seqlen_q + p.window_right <= 0) {
     return false;
@@ -119,8 +120,8 @@ bool takes_whole_heads(const ForwardParams& p, const BackwardTile& t, int sms) {
   return heads * 10 >= turns * sms * 9;
 }
 
-cudaError_t launch(const BackwardParams& params, RowKernels& kernels, const DeviceFacts& device,
-                   cudaStream_t stream) {
+cudaError_t launch(const BackwardParams& params, RowKernels& kernels, const TileParts& split,
+                   const DeviceFacts& device, cudaStream_t stream) {
   const ForwardParams& p = params.forward;
   const BackwardTile& tile = *kernels.tile;
   BackwardArguments a{};
@@ -137,7 +138,7 @@ cudaError_t launch(const BackwardParams& params, RowKernels& kernels, const Devi
   a.dense_queries = Divisor::of(std::max(ceil_div(p.seqlen_q, tile.block_m), 1));
   const int64_t bytes =
       int64_t{p.seqlen_q} * a.group * (2 * (p.head_dim + p.head_dim_v) + 4 * tile.head_dim);
-  const bool first_are_longest = p.window_right >= 0 && p.window_left < 0;
+  const bool first_are_longest = longest_come_first(p);
   a.order = tile_order(ceil_div(p.seqlen_k, tile.block_n), p.batch, p.heads_kv, p.heads_kv, bytes,
                        first_are_longest);
   const int slots = device.sms / kernels.blocks;
@@ -149,7 +150,8 @@ cudaError_t launch(const BackwardParams& params, RowKernels& kernels, const Devi
     const int section = first_are_longest ? std::clamp(slots / longest, 1, heads) : 1;
     a.order = {static_cast<int>(blocks), p.heads_kv, params.deterministic ? heads : section, 0};
   } else if (first_are_longest) {
-    a.order.section = choose_section(a.order, slots, params.deterministic);
+    a.order.section =
+        split.split > 0 ? a.order.heads : choose_section(a.order, slots, params.deterministic);
   } else if (params.deterministic) {
     a.order.section = choose_section_of_turns(a.order, slots, tile.wide());
   }
@@ -168,14 +170,14 @@ cudaError_t launch(const BackwardParams& params, RowKernels& kernels, const Devi
   const bool empty = p.batch == 0;
   const auto places = static_cast<unsigned>(empty ? 0 : query_places(p, tile));
   const auto tiles = static_cast<unsigned>(empty || p.total_k == 0 ? 0 : key_tiles(p, tile));
-  a.whole_heads = !tile.wide() && tiles > 0 && takes_whole_heads(p, tile, device.sms);
+  a.whole_heads = tiles > 0 && takes_whole_heads(p, tile, device.sms);
   if (a.whole_heads) a.tickets = nullptr;
   a.alternates = a.tickets != nullptr && first_are_longest && !a.packed &&
                  tiles > static_cast<unsigned>(slots);
   // Under a causal mask two tiles of a head that run at the same time are 128 queries apart: two
   // blocks of 64, but not of 80.
   const bool are_close = tile.transposes() && a.alternates;
-  a.turn_mask = !tile.wide() && p.window_right >= 0 && !are_close ? 1 : 0;
+  a.turn_mask = !tile.wide() && tile.block_m < 128 && p.window_right >= 0 && !are_close ? 1 : 0;
   // Zeroes of a small dQ stay in L2, and cost less than the wait for a first part.
   const bool is_small = int64_t{places} * tile.block_m * tile.head_dim <= kZeroedFloats;
   if (!tile.wide() && !a.whole_heads && (params.deterministic || !is_small)) {
@@ -184,7 +186,6 @@ cudaError_t launch(const BackwardParams& params, RowKernels& kernels, const Devi
   a.whole_tiles = a.tiles = a.whole_heads ? p.batch * p.heads_kv : static_cast<int>(tiles);
   unsigned post_blocks = places;
   if (tiles > 0 && !a.whole_heads) {
-    const TileParts split = split_tiles(p, tile, device.sms);
     a.whole_tiles = static_cast<int>(split.whole);
     a.tiles = static_cast<int>(split.units());
     a.parts = Divisor::of(split.parts);
@@ -220,7 +221,7 @@ const char* unsupported_backward(const BackwardParams& params) {
   if (device.major != 9) return "the device is not of compute capability 9.0";
   if (p.softcap >= kWideCap) return "softcap is 256 or more";
   if (tensor_map_encoder() == nullptr) return "the driver has no cuTensorMapEncodeTiled";
-  const int row = choose_backward(p, device.sms);
+  const int row = choose_backward(p, device.sms, params.deterministic).row;
   if (row < 0) return "the head dim is above 256";
   const int64_t rows_q = p.packed() ? p.total_q : p.seqlen_q,
                 rows_k = p.packed() ? p.total_k : p.seqlen_k;
@@ -240,8 +241,9 @@ int64_t backward_workspace(const BackwardParams& params) {
 
 const char* launch_backward(const BackwardParams& params, void* stream) {
   const DeviceFacts device = current_device();
-  const cudaError_t error = launch(params, kernels_of(params.forward, device.sms), device,
-                                   static_cast<cudaStream_t>(stream));
+  const BackwardChoice choice = choose_backward(params.forward, device.sms, params.deterministic);
+  const cudaError_t error = launch(params, kernels_of(params.forward, choice.row), choice.split,
+                                   device, static_cast<cudaStream_t>(stream));
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 

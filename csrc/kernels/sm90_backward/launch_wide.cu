@@ -30,9 +30,9 @@ RowKernels& row_kernels() {
 
 template <class Element>
 RowKernels& kernels_of(const ForwardParams& p) {
-  static_assert(kBackwardTiles[4].wide() && kBackwardTileCount == 6, "the rows of wide.cuh");
-  return first_backward_tile(p) == 4 ? row_kernels<WideConfig<Element, 4>>()
-                                     : row_kernels<WideConfig<Element, 5>>();
+  static_assert(kBackwardTiles[5].wide() && kBackwardTileCount == 7, "the rows of wide.cuh");
+  return first_backward_tile(p) == 5 ? row_kernels<WideConfig<Element, 5>>()
+                                     : row_kernels<WideConfig<Element, 6>>();
 }
 
 }  // namespace

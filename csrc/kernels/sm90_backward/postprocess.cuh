@@ -1,5 +1,5 @@
 // After the main kernel: dQ from the accumulators' order (see kernel.cuh) to rows. A warp takes 16
-// rows and 64 columns, a warpgroup a column block.
+// rows and 64 columns, a warpgroup a part.
 #pragma once
 
 #include "kernels/sm90_backward/epilogue.cuh"
@@ -55,12 +55,11 @@ __device__ __forceinline__ void store_transposed_query_block(const BackwardArgum
 }
 
 template <class Config>
-__global__ void __launch_bounds__(128 * Config::kColumnBlocks)
+__global__ void __launch_bounds__(128 * Config::kGradientParts)
     backward_postprocess_kernel(const __grid_constant__ BackwardArguments a) {
-  constexpr int kWarps = 4 * Config::kColumnBlocks;
-  constexpr int kStagedRows = Config::kTransposes ? Config::kBlockM : 64;
-  static_assert(kStagedRows >= 64, "2 KB for each warp");
-  __shared__ alignas(128) char staging[kStagedRows * Config::kHeadDim * 2];
+  constexpr int kWarps = 4 * Config::kGradientParts;
+  static_assert(Config::kGradientFloats >= kWarps * 1024, "2 KB for each warp");
+  __shared__ alignas(128) char staging[Config::kGradientFloats * 2];
   const uint32_t shared = ptx::shared_address(staging);
   const uint32_t own_staging = shared + ptx::thread() / 32 * 2048;
   ptx::await_kernel_before();
@@ -76,10 +75,10 @@ __global__ void __launch_bounds__(128 * Config::kColumnBlocks)
   if constexpr (Config::kTransposes) {
     store_transposed_query_block<Config>(a, b, head, is_seen() ? gradient() : nullptr, shared);
   } else {
-    const int column = threadIdx.x / 128;
+    const int part = threadIdx.x / 128;
     float x[32] = {};
-    if (is_seen()) load_query_part(x, query_part<Config>(gradient(), column));
-    store_query_part<Config>(a, x, b, head, column, own_staging);
+    if (is_seen()) load_query_part(x, query_part<Config>(gradient(), part));
+    store_query_part<Config>(a, x, b, head, part, own_staging);
   }
 }
 

@@ -15,6 +15,22 @@
 
 namespace attnscope::sm90 {
 
+// Zeroes the rows of a tile from `first` on, before a consumer's products read them. `barrier` is
+// the consumer's: each one does so, and none has to wait for another.
+template <class Config, int kRows>
+__device__ __forceinline__ void clear_rows(typename Config::Element* tile, int first, int barrier) {
+  constexpr int kChunks = Config::kRowBytes / 16;
+#pragma unroll 1
+  for (int i = first * kChunks + threadIdx.x % 128; i < kRows * kChunks; i += 128) {
+#pragma unroll
+    for (int columns = 0; columns < Config::kHeadDim / 64; ++columns) {
+      reinterpret_cast<uint4*>(tile)[columns * kRows * kChunks + i] = uint4{};
+    }
+  }
+  ptx::fence_proxy_async();
+  ptx::named_barrier(barrier, 128);
+}
+
 // S^T or dP^T [64 keys, kBlockM] = K or V, times Q or dO transposed. `keys` is the consumer's first
 // row of a tile of kBlockN rows. Part of it: kBlocks column blocks from number kFirst on, where
 // `queries` begins; it is added to the parts before.
@@ -48,7 +64,8 @@ __device__ __forceinline__ void issue_key_gradient(float (&d)[Config::kHeadDim /
   ptx::wgmma_commit();
 }
 
-// dQ [64, kHeadDim] = dS [64, kBlockN], a column block for each consumer's keys, times K, N-major.
+// A unit's dQ [64, kHeadDim] = dS [64, kBlockN], a column block for each consumer's keys, times K,
+// N-major.
 template <class Config>
 __device__ __forceinline__ void issue_query_gradient(float (&d)[Config::kHeadDim / 2],
                                                      ptx::WgmmaDescriptor ds,

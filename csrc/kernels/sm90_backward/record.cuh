@@ -51,8 +51,9 @@ ATTNSCOPE_EXPORT const char* attnscope_timeline_backward(const TimelineBackward*
   using namespace attnscope::sm90;
   const attnscope::BackwardParams params = timeline_params(*call);
   if (const char* reason = unsupported_backward(params)) return reason;
-  const int row = choose_backward(params.forward, attnscope::current_device().sms);
-  const BackwardTile& t = kBackwardTiles[row];
+  const int sms = attnscope::current_device().sms;
+  const BackwardTile& t =
+      kBackwardTiles[choose_backward(params.forward, sms, params.deterministic).row];
   if (t.wide() || t.block_m != call->block_m || t.block_n != call->block_n) {
     return attnscope::kOtherTile;
   }

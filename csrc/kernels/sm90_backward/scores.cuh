@@ -130,8 +130,9 @@ __device__ __forceinline__ void make_score_gradients(const Weights& weights,
 template <class Config>
 __device__ __forceinline__ void store_scores(uint32_t shared,
                                              const uint32_t (&ds)[Config::kBlockM / 4]) {
-  const int lane = threadIdx.x % 32;
-  const int chunk = threadIdx.x % 128 / 32 * 2 + lane / 8 % 2;
+  // In blocks of 128 queries, what is computed from it takes no register of the loop.
+  const unsigned thread = Config::kUnits > 1 ? ptx::thread() : threadIdx.x;
+  const unsigned lane = thread % 32, chunk = thread % 128 / 32 * 2 + lane / 8 % 2;
   const uint32_t address =
       shared + (lane / 16 * 8 + lane % 8) * Config::kRowBytes + (chunk ^ lane % 8) * 16;
 #pragma unroll

@@ -47,8 +47,11 @@ struct BackwardConfig {
   static constexpr bool kStoresByTma = kValueStages > 1 && kColumnBlocks == 1;
   static constexpr bool kEarlyValues = kTile.early_values;
   static constexpr bool kTransposes = kTile.transposes();
-  static constexpr bool kParts = false;                       // see WithParts
-  static constexpr int kPartFloats = kBlockM * 64;            // of a column block of dQ
+  static constexpr bool kWholeHeads = kTile.takes_whole_heads();
+  static constexpr bool kParts = false;                          // see WithParts
+  static constexpr int kUnits = kTransposes ? 1 : kBlockM / 64;  // of rows of dQ
+  static constexpr int kPartFloats = kBlockM / kUnits * 64;      // of a column block of a unit
+  static constexpr int kGradientParts = kUnits * kColumnBlocks;
   static constexpr int kGradientFloats = kBlockM * kHeadDim;  // of dQ of a block
 
   static_assert(kHeadDim % 64 == 0, "column blocks have 64 elements");

@@ -58,6 +58,7 @@ struct WideConfig {
   static constexpr int kSliceColumns = kHeadDim / kSlices;
   static constexpr int kPeerBlocks = 2;                       // column blocks of the other rank's K
   static constexpr int kGradientFloats = kBlockM * kHeadDim;  // of dQ of a block
+  static constexpr int kUnits = 1;                            // of rows of it
   static constexpr int kPartFloats = 64 * 64;                 // of a column block of it
 
   static_assert(kHeadDim == 192 || kHeadDim == 256, "two ranks share 3 or 4 column blocks");

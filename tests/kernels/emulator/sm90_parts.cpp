@@ -154,10 +154,11 @@ int main() {
         };
         const char* wrong = check<Config<0, 64, 192, false>, 4>(with(40, 64));
         if (wrong == nullptr) wrong = check<Config<1, 64, 128, false>, 4>(with(64, 8));
-        if (wrong == nullptr) wrong = check<Config<2, 80, 128, true>, 8>(with(72, 128));
-        if (wrong == nullptr) wrong = check<Config<3, 64, 128, false>, 8>(with(128, 96));
-        if (wrong == nullptr) wrong = check<Config<4, 64, 128, false>, 4>(with(192, 136));
-        if (wrong == nullptr) wrong = check<Config<5, 64, 128, false>, 4>(with(200, 256));
+        if (wrong == nullptr) wrong = check<Config<2, 128, 128, false>, 8>(with(64, 56));
+        if (wrong == nullptr) wrong = check<Config<3, 80, 128, true>, 8>(with(72, 128));
+        if (wrong == nullptr) wrong = check<Config<4, 64, 128, false>, 8>(with(128, 96));
+        if (wrong == nullptr) wrong = check<Config<5, 64, 128, false>, 4>(with(192, 136));
+        if (wrong == nullptr) wrong = check<Config<6, 64, 128, false>, 4>(with(200, 256));
         if (wrong != nullptr) {
           std::printf("window right %d, %d parts: %s is wrong\n", right, parts, wrong);
           return 1;

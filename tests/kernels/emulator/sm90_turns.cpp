@@ -179,6 +179,9 @@ const char* check_all(const Call& c) {
     if (wrong == nullptr) {
       wrong = check<TileConfig<64, 128, 2, false, 2>>(c, section, turn_mask, parts, alternates);
     }
+    if (wrong == nullptr) {
+      wrong = check<TileConfig<128, 128, 2>>(c, section, turn_mask, parts, alternates);
+    }
     if (wrong == nullptr && c.left < 0) {
       wrong = check<TileConfig<80, 128, 2, true>>(c, section, turn_mask, parts, alternates);
     }
