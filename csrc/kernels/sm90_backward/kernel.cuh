@@ -4,9 +4,9 @@
 // Roles     In warpgroup 0 one thread loads by TMA, one adds dQ by TMA, one waits for turns, and
 //           one warp takes tiles. The other warpgroups consume: each owns 64 keys.
 // Pipeline  A thread block takes tiles of 128 or 192 keys one after the other, and loops over the
-//           query heads and blocks of 64, 80 or 128 queries that see them. S^T = K Q^T and dP^T = V dO^T
-//           give P^T and dS^T in registers, as A operands of dV += P^T dO and dK += dS^T Q. Shared
-//           memory passes dS on: the consumers take turns at dQ = dS K.
+//           query heads and blocks of 64, 80 or 128 queries that see them. S^T = K Q^T and dP^T = V
+//           dO^T give P^T and dS^T in registers, as A operands of dV += P^T dO and dK += dS^T Q.
+//           Shared memory passes dS on: the consumers take turns at dQ = dS K.
 // Layouts   dQ of a block of queries in fp32: column blocks of 64, each [4 warps][8 column groups]
 //           [32 lanes][4], in shared memory as in global memory. A lane's 4 are rows g and g + 8 of
 //           its warp's 16, two columns each. A block of 128 queries is two of 64. One of 80 is
