@@ -46,6 +46,13 @@ inline DeviceFacts current_device() {
 // The devices that allow a kernel its dynamic shared memory: bit i is device i.
 using AllowedDevices = std::atomic<uint64_t>;
 
+// The kernels of the rows of a tile table.
+template <class Kernel, int kRows>
+struct KernelTable {
+  Kernel kernel[kRows];
+  AllowedDevices allowed[kRows];
+};
+
 // Allows `kernel` `bytes` of dynamic shared memory; calls CUDA once for each kernel and device.
 template <class Kernel>
 cudaError_t allow_shared_memory(Kernel* kernel, AllowedDevices& allowed, int device, int bytes) {

@@ -6,6 +6,12 @@
 
 namespace attnscope {
 
+// Rounded up; neither is negative.
+template <class Value, class Size>
+constexpr auto ceil_div(Value value, Size divisor) {
+  return value / divisor + (value % divisor != 0);
+}
+
 enum class DType : int { kFloat16, kBFloat16, kFloat32, kFloat64 };
 
 // Element strides of [batch, row, head, :]; the last dimension is contiguous. Packed tensors
@@ -53,6 +59,11 @@ struct ForwardParams {
 
   constexpr bool packed() const { return cu_seqlens_q != nullptr; }
 };
+
+// Whether later rows see more keys.
+constexpr bool is_causal(const ForwardParams& p) {
+  return p.window_right >= 0 && p.window_left < 0;
+}
 
 // The backward of one forward call. Gradients are contiguous, in the shape and dtype of q, k and v.
 struct BackwardParams {

@@ -3,8 +3,6 @@
 
 namespace attnscope {
 
-constexpr int ceil_div(int value, int divisor) { return value / divisor + (value % divisor != 0); }
-
 struct TileOrder {
   int m_blocks;
   int heads;    // batch * heads_q, the query heads of a batch entry side by side

@@ -200,7 +200,7 @@ std::string choose_forward_sm80(const ForwardParams& p, bool packed, const Devic
   const long long heads = static_cast<long long>(p.batch) * p.heads_q;
   const long long tiles = (p.seqlen_q + t.block_m - 1LL) / t.block_m * heads;
   JsonObject json = choice_of("sm80_forward", describe(t), "the row of the head dim", 1,
-                              sm90::is_causal(p), not_sm90.c_str());
+                              is_causal(p), not_sm90.c_str());
   // A packed call has one more block a head: it clears rows that no tile covers.
   add_counts(json, tiles, tiles + (packed ? p.heads_q : 0), t.blocks_per_sm * device.sms);
   return json.text();
@@ -214,7 +214,7 @@ std::string choose_backward_sm90(const ForwardParams& p, const Device& device) {
   const int ranks = t.wide() ? sm90::kWideRanks : 1;  // thread blocks of a tile
   const int64_t slots = std::max<int64_t>(device.sms / ranks, 1);
   const char* const rule = t.has_rivals() ? "least estimated time" : kFirstRow;
-  JsonObject json = choice_of("sm90_backward", describe(t), rule, 1, sm90::is_causal(p), nullptr);
+  JsonObject json = choice_of("sm90_backward", describe(t), rule, 1, is_causal(p), nullptr);
   add_counts(json, tiles_of_keys(p, t.block_n), std::min(split.units(), slots) * ranks, slots);
   json.add("split_tiles", split.split).add("parts", split.parts);
   return json.text();
@@ -242,7 +242,7 @@ std::string choose_backward_sm80(const ForwardParams& p, const Device& device,
       std::max(p.head_dim, p.head_dim_v), block_shared_bytes(device.capability))];
   const long long tiles = tiles_of_keys(p, t.block_n);
   JsonObject json =
-      choice_of("sm80_backward", describe(t), kFirstRow, 1, sm90::is_causal(p), not_sm90.c_str());
+      choice_of("sm80_backward", describe(t), kFirstRow, 1, is_causal(p), not_sm90.c_str());
   add_counts(json, tiles, tiles, t.blocks_per_sm * device.sms);
   return json.text();
 }

@@ -214,13 +214,12 @@ constexpr int rows(int head_dim, bool softcap, int long_queries) {
 static_assert(rows(72, false, 1024) == 80 && rows(128, false, 9000) == 80);
 static_assert(rows(128, false, 1023) == 64 && rows(128, true, 9000) == 64);
 static_assert(rows(64, false, 9000) == 64 && rows(136, false, 9000) == 64);
-// The tile that serves `heads` heads of a dense call, each of which `group` query heads share.
+// The tile that serves `heads` heads of a dense call.
 constexpr sm90::BackwardTile tile(int head_dim, int seqlen_k, int heads, int sms = 132,
-                                  bool causal = false, int group = 1) {
+                                  bool causal = false) {
   ForwardParams p{};
   p.batch = 1;
-  p.heads_q = heads * group;
-  p.heads_kv = heads;
+  p.heads_q = p.heads_kv = heads;
   p.head_dim = p.head_dim_v = head_dim;
   p.seqlen_q = p.seqlen_k = seqlen_k;
   p.window_left = -1;

@@ -10,10 +10,7 @@ namespace attnscope::sm80 {
 
 using BackwardKernel = void (*)(BackwardParams, BackwardCall);
 
-struct RowKernels {
-  BackwardKernel kernel[kBackwardTileCount];
-  AllowedDevices allowed[kBackwardTileCount];
-};
+using RowKernels = KernelTable<BackwardKernel, kBackwardTileCount>;
 
 template <class Element, bool kOfHopper, int kRow>
 constexpr BackwardKernel kernel_of() {

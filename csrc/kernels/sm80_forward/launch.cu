@@ -20,11 +20,7 @@ constexpr ForwardKernel kernel_of() {
   return forward_kernel<Config>;
 }
 
-// The kernels of the rows of the tile table.
-struct RowKernels {
-  ForwardKernel kernel[kForwardTileCount];
-  AllowedDevices allowed[kForwardTileCount];
-};
+using RowKernels = KernelTable<ForwardKernel, kForwardTileCount>;
 
 template <class Element, int... kRows>
 RowKernels& row_kernels(std::integer_sequence<int, kRows...>) {
@@ -43,7 +39,7 @@ cudaError_t launch(const ForwardParams& p, RowKernels& kernels, int row, cudaStr
   const int64_t blocks = m_blocks * heads + clearing;
   if (blocks == 0) return cudaSuccess;
   const int64_t kv_bytes = int64_t{p.seqlen_k} * (p.head_dim + p.head_dim_v) * 2;
-  const bool longest_first = p.window_right >= 0 && p.window_left < 0;
+  const bool longest_first = is_causal(p);
   const TileOrder order = tile_order(static_cast<int>(m_blocks), p.batch, p.heads_q, p.heads_kv,
                                      kv_bytes, longest_first);
 

@@ -99,7 +99,7 @@ constexpr int first_backward_tile(const ForwardParams& p) {
 // most one more than its rows would need, see first_block.
 constexpr int64_t block_count(bool packed, int64_t total, int length, int64_t batch, int rows) {
   if (packed) return total / rows + batch;
-  return batch * ((int64_t{length} + rows - 1) / rows);
+  return batch * ceil_div(length, rows);
 }
 
 // Blocks of queries, and tiles of keys, of the whole call.
@@ -125,15 +125,11 @@ struct TileParts {
   constexpr int64_t bytes(const BackwardTile& t) const { return split * parts * bytes_of_part(t); }
 };
 
-constexpr bool longest_come_first(const ForwardParams& p) {
-  return p.window_right >= 0 && p.window_left < 0;
-}
-
 // Blocks of queries that see a tile of keys, of all tiles of a head, where later keys are hidden:
 // all of them up to the last key that the first query sees, then fewer and fewer.
 constexpr int64_t causal_steps(const ForwardParams& p, const BackwardTile& t) {
-  const int64_t blocks = (int64_t{p.seqlen_q} + t.block_m - 1) / t.block_m;
-  const int64_t tiles = (int64_t{p.seqlen_k} + t.block_n - 1) / t.block_n;
+  const int64_t blocks = ceil_div(p.seqlen_q, t.block_m);
+  const int64_t tiles = ceil_div(p.seqlen_k, t.block_n);
   const int64_t last_key = int64_t{p.seqlen_k} - p.seqlen_q + p.window_right;
   const auto steps = [&](int64_t tile) {
     const int64_t first_query = std::max(tile * t.block_n - last_key, int64_t{0});
@@ -152,7 +148,6 @@ constexpr TileParts split_tiles(const ForwardParams& p, const BackwardTile& t, i
                                 bool deterministic) {
   constexpr int64_t kMost = 16, kWaves = 2, kCausalWaves = 4;
   constexpr int64_t kSumTime = 40, kSumBytes = 350000;  // of the sum of parts: 4 us, 3.5 TB/s
-  const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t slots = std::max(sms / (t.wide() ? kWideRanks : 1), 1), tiles = key_tiles(p, t);
   const int64_t group = p.heads_q / std::max(p.heads_kv, 1);
   int64_t blocks = ceil_div(p.seqlen_q, t.block_m);  // of queries that see a tile, at most
@@ -160,7 +155,7 @@ constexpr TileParts split_tiles(const ForwardParams& p, const BackwardTile& t, i
     const int64_t seen = int64_t{p.window_left} + p.window_right + t.block_n;
     blocks = std::min(blocks, ceil_div(seen, t.block_m));
   }
-  const bool causal = longest_come_first(p) && !p.packed();
+  const bool causal = is_causal(p) && !p.packed();
   const int64_t all_steps = causal ? causal_steps(p, t) * p.batch * p.heads_kv : 0;
   const auto of_tile = [&](int64_t steps) { return steps * group * t.step_time + t.tile_time; };
   const auto time_of = [&](int64_t split, int64_t parts) {
@@ -223,9 +218,9 @@ struct BackwardWorkspace {
   int64_t statistics, gradient, tickets, claims, parts, counter, bytes;
 };
 
-inline BackwardWorkspace backward_layout(const BackwardParams& params, int sms) {
+inline BackwardWorkspace backward_layout(const BackwardParams& params,
+                                         const BackwardChoice& choice) {
   const ForwardParams& p = params.forward;
-  const BackwardChoice choice = choose_backward(p, sms, params.deterministic);
   const BackwardTile& t = kBackwardTiles[choice.row];
   const int64_t blocks = p.heads_q * block_count(p.packed(), p.packed() ? p.total_q : p.seqlen_q,
                                                  p.seqlen_q, p.batch, t.block_m);

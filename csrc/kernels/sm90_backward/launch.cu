@@ -15,12 +15,8 @@ namespace {
 
 template <class Config>
 RowKernels& row_kernels() {
-  constexpr int kSharedBytes = sizeof(BackwardShared<Config>);
-  static_assert(kSharedBytes == Config::kTile.shared_bytes(),
-                "the tile table and the struct disagree");
-  static_assert(kSharedBytes <= 232448, "shared memory of a thread block");
   constexpr int kPostThreads = 128 * Config::kGradientParts;
-  static RowKernels kernels{&Config::kTile,
+  static RowKernels kernels{checked_tile<Config, BackwardShared<Config>>(),
                             backward_preprocess_kernel<Config>,
                             backward_kernel<Config>,
                             backward_postprocess_kernel<Config>,
@@ -120,9 +116,10 @@ bool takes_whole_heads(const ForwardParams& p, const BackwardTile& t, int sms) {
   return heads * 10 >= turns * sms * 9;
 }
 
-cudaError_t launch(const BackwardParams& params, RowKernels& kernels, const TileParts& split,
+cudaError_t launch(const BackwardParams& params, RowKernels& kernels, const BackwardChoice& choice,
                    const DeviceFacts& device, cudaStream_t stream) {
   const ForwardParams& p = params.forward;
+  const TileParts& split = choice.split;
   const BackwardTile& tile = *kernels.tile;
   BackwardArguments a{};
   a.params = params;
@@ -138,7 +135,7 @@ cudaError_t launch(const BackwardParams& params, RowKernels& kernels, const Tile
   a.dense_queries = Divisor::of(std::max(ceil_div(p.seqlen_q, tile.block_m), 1));
   const int64_t bytes =
       int64_t{p.seqlen_q} * a.group * (2 * (p.head_dim + p.head_dim_v) + 4 * tile.head_dim);
-  const bool first_are_longest = longest_come_first(p);
+  const bool first_are_longest = is_causal(p);
   a.order = tile_order(ceil_div(p.seqlen_k, tile.block_n), p.batch, p.heads_kv, p.heads_kv, bytes,
                        first_are_longest);
   const int slots = device.sms / kernels.blocks;
@@ -155,7 +152,7 @@ cudaError_t launch(const BackwardParams& params, RowKernels& kernels, const Tile
   } else if (params.deterministic) {
     a.order.section = choose_section_of_turns(a.order, slots, tile.wide());
   }
-  const BackwardWorkspace w = backward_layout(params, device.sms);
+  const BackwardWorkspace w = backward_layout(params, choice);
   char* workspace = static_cast<char*>(params.workspace);
   a.statistics = reinterpret_cast<float*>(workspace);
   a.gradient = reinterpret_cast<float*>(workspace + w.gradient);
@@ -236,14 +233,15 @@ const char* unsupported_backward(const BackwardParams& params) {
 }
 
 int64_t backward_workspace(const BackwardParams& params) {
-  return backward_layout(params, current_device().sms).bytes;
+  const int sms = current_device().sms;
+  return backward_layout(params, choose_backward(params.forward, sms, params.deterministic)).bytes;
 }
 
 const char* launch_backward(const BackwardParams& params, void* stream) {
   const DeviceFacts device = current_device();
   const BackwardChoice choice = choose_backward(params.forward, device.sms, params.deterministic);
-  const cudaError_t error = launch(params, kernels_of(params.forward, choice.row), choice.split,
-                                   device, static_cast<cudaStream_t>(stream));
+  const cudaError_t error = launch(params, kernels_of(params.forward, choice.row), choice, device,
+                                   static_cast<cudaStream_t>(stream));
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 

@@ -9,11 +9,7 @@ namespace {
 
 template <class Config>
 RowKernels& row_kernels() {
-  constexpr int kSharedBytes = sizeof(WideShared<Config>);
-  static_assert(kSharedBytes == Config::kTile.shared_bytes(),
-                "the tile table and the struct disagree");
-  static_assert(kSharedBytes <= 232448, "shared memory of a thread block");
-  static RowKernels kernels{&Config::kTile,
+  static RowKernels kernels{checked_tile<Config, WideShared<Config>>(),
                             backward_preprocess_kernel<Config>,
                             wide_backward_kernel<Config>,
                             wide_postprocess_kernel<Config>,

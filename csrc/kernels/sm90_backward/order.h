@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "attn/params.h"
 #include "attn/tile_order.cuh"
 
 namespace attnscope::sm90 {

@@ -21,6 +21,15 @@ struct RowKernels {
   AllowedDevices allowed[2] = {};               // main, main_of_parts
 };
 
+// The row's tile, whose kernels have `Shared` in shared memory.
+template <class Config, class Shared>
+constexpr const BackwardTile* checked_tile() {
+  static_assert(sizeof(Shared) == Config::kTile.shared_bytes(),
+                "the tile table and the struct disagree");
+  static_assert(sizeof(Shared) <= 232448, "shared memory of a thread block");
+  return &Config::kTile;
+}
+
 // Head dims above 128, see launch_wide.cu.
 RowKernels& wide_kernels(const ForwardParams& p);
 

@@ -346,11 +346,6 @@ constexpr ForwardChoice choose_forward(const ForwardCall& c, int sms) {
   return {row, 0};
 }
 
-// Whether later rows see more keys.
-constexpr bool is_causal(const ForwardParams& p) {
-  return p.window_right >= 0 && p.window_left < 0;
-}
-
 // Heads of an expanded q cannot be grouped: each counts as a group.
 inline ForwardCall forward_call(const ForwardParams& p) {
   ForwardCall c{{p.head_dim, p.head_dim_v},

@@ -23,11 +23,7 @@ constexpr ForwardKernel kernel_of() {
   return forward_kernel<Config>;
 }
 
-// The kernels of the rows of the tile table.
-struct RowKernels {
-  ForwardKernel kernel[kForwardTileCount];
-  AllowedDevices allowed[kForwardTileCount];
-};
+using RowKernels = KernelTable<ForwardKernel, kForwardTileCount>;
 
 template <class Element, int... kRows>
 RowKernels& row_kernels(std::integer_sequence<int, kRows...>) {
