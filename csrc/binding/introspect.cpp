@@ -135,8 +135,7 @@ void check(const AttentionSizes& s, const Device& device) {
   check_sizes(s);
 }
 
-// What both kernels report of a call: tiles, blocks of the grid, and waves of blocks over the
-// device. A packed batch may have fewer tiles.
+// Tiles, thread blocks, and waves of them over the device: at most, if the batch is packed.
 void add_counts(JsonObject& json, long long tiles, long long blocks, int64_t resident) {
   json.add("tiles", tiles)
       .add("blocks", blocks)
@@ -208,15 +207,17 @@ std::string choose_forward_sm80(const ForwardParams& p, bool packed, const Devic
 
 constexpr char kFirstRow[] = "first row that serves the call";
 
-std::string choose_backward_sm90(const ForwardParams& p, const Device& device) {
-  const auto [row, split] = sm90::choose_backward(p, static_cast<int>(device.sms), false);
+std::string choose_backward_sm90(const ForwardParams& p, const Device& device, bool deterministic) {
+  const auto [row, split] = sm90::choose_backward(p, static_cast<int>(device.sms), deterministic);
   const sm90::BackwardTile& t = sm90::kBackwardTiles[row];
   const int ranks = t.wide() ? sm90::kWideRanks : 1;  // thread blocks of a tile
   const int64_t slots = std::max<int64_t>(device.sms / ranks, 1);
-  const char* const rule = t.has_rivals() ? "least estimated time" : kFirstRow;
-  JsonObject json = choice_of("sm90_backward", describe(t), rule, 1, is_causal(p), nullptr);
+  JsonObject json =
+      choice_of("sm90_backward", describe(t), t.has_rivals() ? "least estimated time" : kFirstRow,
+                1, is_causal(p), nullptr);
   add_counts(json, tiles_of_keys(p, t.block_n), std::min(split.units(), slots) * ranks, slots);
   json.add("split_tiles", split.split).add("parts", split.parts);
+  json.add("parts_of", split.have_heads ? "query heads" : "queries");
   return json.text();
 }
 
@@ -251,7 +252,7 @@ template <bool kBackward>
 std::string choose(int64_t head_dim, int64_t head_dim_v, int64_t seqlen_q, int64_t seqlen_k,
                    int64_t batch, int64_t heads_q, int64_t heads_kv, bool causal,
                    int64_t window_left, int64_t window_right, bool packed, double softcap,
-                   int64_t sms, int64_t capability) {
+                   int64_t sms, int64_t capability, bool deterministic) {
   AttentionSizes s{};
   s.packed = packed;
   s.batch = batch;
@@ -282,7 +283,7 @@ std::string choose(int64_t head_dim, int64_t head_dim_v, int64_t seqlen_q, int64
     if (packed) p.cu_seqlens_q = p.cu_seqlens_k = &kNoBounds;  // not read
     p.total_q = batch * seqlen_q;
     p.total_k = batch * seqlen_k;
-    return not_sm90.empty() ? choose_backward_sm90(p, device)
+    return not_sm90.empty() ? choose_backward_sm90(p, device, deterministic)
                             : choose_backward_sm80(p, device, not_sm90);
   }
   return not_sm90.empty() ? choose_forward_sm90(p, packed, device)

@@ -30,7 +30,7 @@ STABLE_TORCH_LIBRARY(attnscope, m) {
 #define CALL_SIZES                                                                             \
   "(*, int head_dim, int head_dim_v, int seqlen_q, int seqlen_k, int batch, int heads_q, "     \
   "int heads_kv, bool causal, int window_left, int window_right, bool packed, float softcap, " \
-  "int sms, int capability) -> str"
+  "int sms, int capability, bool deterministic) -> str"
   m.def("choose_forward" CALL_SIZES);
   m.def("choose_backward" CALL_SIZES);
 #undef CALL_SIZES

@@ -128,6 +128,7 @@ class Call(NamedTuple):
         softcap: 0 for none.
         sms: streaming multiprocessors of the device.
         capability: its compute capability, 10 * major + minor.
+        deterministic: whether gradients must have the same bits every time.
     """
 
     head_dim: int
@@ -143,6 +144,7 @@ class Call(NamedTuple):
     softcap: float
     sms: int
     capability: int
+    deterministic: bool = False
 
 
 def choose_forward(call: Call) -> dict[str, Any]:
@@ -161,7 +163,8 @@ def choose_backward(call: Call) -> dict[str, Any]:
     """Return which kernel and which tile serve the backward of a call, as `choose_forward` does.
 
     Both ops take the Hopper kernels by the same rule. `tiles` are of keys. Hopper kernels split the
-    last `split_tiles` of them over their queries, in `parts` each. A call that takes heads whole
+    last `split_tiles` of them in `parts` each, which have some of their `parts_of`: queries, or
+    query heads. A call that takes heads whole
     (docs/kernels/sm90_backward.md) may have fewer thread blocks, and has no parts.
     """
     return _choose("choose_backward", call)
@@ -217,7 +220,8 @@ def print_choice(call: Call, choice: dict[str, Any]) -> None:
         f"{choice['resident_blocks']:,}: {at_most}{choice['waves']:,} waves ({waves:.2f})"
     )
     if split := choice.get("split_tiles", 0):
-        say(f"the last {split:,} tiles are split over their queries, in {choice['parts']} parts")
+        parts, shares = choice["parts"], choice["parts_of"]
+        say(f"the last {split:,} tiles are split over their {shares}, in {parts} parts")
 
 
 def device_facts(arch: str | None, sms: int | None) -> tuple[int, int]:
@@ -264,6 +268,9 @@ def kernels_command(
     backward: Annotated[
         bool, typer.Option("--backward", help="The tile that serves the call's backward.")
     ] = False,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="With --backward: the same bits every time.")
+    ] = False,
     form: Form = TERMINAL,
     as_json: AsJson = False,
 ) -> None:
@@ -277,20 +284,22 @@ def kernels_command(
         form = form_of(form, as_json)
         if head_dim is None and seq_len is None:
             others = (head_dim_v, kv_seq_len, batch, heads, kv_heads, sms, arch)
-            given = causal or packed or backward or softcap or window != "-1,-1"
+            given = causal or packed or backward or deterministic or softcap or window != "-1,-1"
             if given or any(other is not None for other in others):
                 raise ValueError("head-dim, seq-len must be given with these options, got neither")
             print_kernels(form)
             return
         if head_dim is None or seq_len is None:
             raise ValueError("head-dim, seq-len must be given together, got one of them")
+        if deterministic and not backward:
+            raise ValueError("deterministic must be given with --backward, got it alone")
         capability, sms = device_facts(arch, sms)
         call = Call(
             head_dim=head_dim, head_dim_v=head_dim if head_dim_v is None else head_dim_v,
             seqlen_q=seq_len, seqlen_k=seq_len if kv_seq_len is None else kv_seq_len,
             **call_sizes(head_dim, seq_len, batch, heads, kv_heads), causal=causal,
             window=parse_window(window), packed=packed, softcap=softcap, sms=sms,
-            capability=capability,
+            capability=capability, deterministic=deterministic,
         )  # fmt: skip
         choice = choose_backward(call) if backward else choose_forward(call)
     with printed(form, "kernels") as facts:

@@ -54,7 +54,7 @@ TRITON_BACKWARD = _backward_schema((*_SHARED_OPTIONS, _DETERMINISTIC))
 CHOOSE = (
     "(*, int head_dim, int head_dim_v, int seqlen_q, int seqlen_k, int batch, int heads_q, "
     "int heads_kv, bool causal, int window_left, int window_right, bool packed, float softcap, "
-    "int sms, int capability) -> str"
+    "int sms, int capability, bool deterministic) -> str"
 )
 OPS = {
     "forward": FORWARD,

@@ -350,17 +350,22 @@ def test_the_tile_that_serves_a_backward_call(name):
     assert (found["tiles"], found["blocks"], found["waves"]) == (tiles, blocks, waves)
 
 
-# What differs from BASE -> (tiles that are split over their queries, parts of each).
+# What differs from BASE -> (tiles that are split, parts of each, what a part has).
 PARTS = {
-    "last wave": ({}, (68, 3)),
-    "last wave of clusters": ({"head_dim": 256}, (2, 16)),
-    "short tiles": ({"seqlen_q": 200}, (0, 1)),
-    "causal": ({"causal": True}, (0, 1)),
-    "causal, few tiles": ({"causal": True, "batch": 1, "heads_kv": 2}, (64, 4)),
-    "few tiles": ({"seqlen_k": 128, "heads_kv": 4}, (16, 8)),
-    "packed": ({"packed": True}, (0, 1)),
-    "no queries": ({"seqlen_q": 0}, (0, 1)),
-    "one SM": ({"sms": 1, "head_dim": 256}, (0, 1)),
+    "last wave": ({}, (68, 3, "queries")),
+    "last wave of clusters": ({"head_dim": 256}, (2, 16, "queries")),
+    "short tiles": ({"seqlen_q": 200}, (0, 1, "queries")),
+    "causal": ({"causal": True}, (0, 1, "queries")),
+    "causal, few tiles": ({"causal": True, "batch": 1, "heads_kv": 2}, (64, 4, "query heads")),
+    "causal, few heads": (
+        {"causal": True, "batch": 1, "heads_q": 2, "heads_kv": 2},
+        (64, 4, "queries"),
+    ),
+    "few tiles": ({"seqlen_k": 128, "heads_kv": 4}, (16, 8, "queries")),
+    "packed": ({"packed": True}, (0, 1, "queries")),
+    "packed, few tiles": ({"packed": True, "batch": 1, "heads_kv": 2}, (66, 2, "query heads")),
+    "no queries": ({"seqlen_q": 0}, (0, 1, "queries")),
+    "one SM": ({"sms": 1, "head_dim": 256}, (0, 1, "queries")),
 }
 
 
@@ -368,7 +373,7 @@ PARTS = {
 def test_the_parts_of_a_backward_call(name):
     changes, parts = PARTS[name]
     found = kernels.choose_backward(BASE._replace(**changes))
-    assert (found["split_tiles"], found["parts"]) == parts
+    assert (found["split_tiles"], found["parts"], found["parts_of"]) == parts
 
 
 def run(*arguments: str):
@@ -396,6 +401,10 @@ def test_the_command_shows_the_tile_of_a_call():
     assert "the last 4 tiles are split" not in backward.output  # two blocks of queries are few
     long = run("--head-dim", "128", "--seq-len", "4096", "--arch", "sm90", "--backward")
     assert "the last 68 tiles are split over their queries, in 3 parts" in long.output
+    few = "--head-dim 128 --seq-len 2048 --batch 1 --heads 28 --kv-heads 4 --causal --arch sm90"
+    shown = run(*few.split(), "--backward", "--deterministic").output
+    assert "the last 64 tiles are split over their query heads, in 4 parts" in shown
+    assert "over their queries" in run(*few.split(), "--backward").output
     portable = run("--head-dim", "64", "--seq-len", "128", "--arch", "sm80", "--backward")
     assert "not sm90_backward: the device has compute capability 8.0" in portable.output
     packed = run("--head-dim", "64", "--seq-len", "128", "--packed", "--arch", "sm90")
@@ -409,6 +418,8 @@ def test_the_command_shows_the_tile_of_a_call():
         ("--seq-len", "64"),
         ("--causal",),
         ("--backward",),
+        ("--deterministic",),
+        ("--head-dim", "64", "--seq-len", "64", "--deterministic"),
         ("--sms", "132"),
         ("--head-dim", "64", "--seq-len", "64", "--window", "3"),
         ("--head-dim", "64", "--seq-len", "64", "--arch", "sm70"),

@@ -280,11 +280,32 @@ static_assert(parts(3, 4096, 1, 4, 132, 100) == 3000 + 3 * 32, "five blocks see 
 static_assert(parts(6, 512, 4, 4, 1) == 1000, "no room for a cluster");
 // Where later keys are hidden: one of 128 tiles takes twice as long as all of them on all SMs.
 static_assert(parts(4, 2048, 8, 4, 132, -1, true) == 2000 + 2 * 128);
-static_assert(parts(4, 2048, 8, 4, 132, -1, true, true) == 2000 + 2 * 128, "one wave");
 static_assert(parts(4, 2048, 9, 4, 132, -1, true) == 2000 + 2 * 144);
-static_assert(parts(4, 2048, 9, 4, 132, -1, true, true) == 1000, "turns, and more than one wave");
 static_assert(parts(4, 2048, 16, 4, 132, -1, true) == 1000, "the other tiles fill the gaps");
 static_assert(parts(4, 512, 16, 1, 132, -1, true) == 1000, "the sum would take longer");
+static_assert(parts(4, 2048, 5, 1, 132, -1, true) == 3000 + 3 * 80);
+static_assert(parts(4, 2048, 5, 1, 132, -1, true, true) == 1000, "parts would wait for turns");
+static_assert(parts(4, 2048, 8, 4, 132, -1, true, true) == 2000 + 2 * 128);
+static_assert(parts(4, 2048, 1, 8, 132, -1, true) == 8000 + 8 * 16, "a head each");
+static_assert(parts(3, 8192, 4, 7, 132, -1, true) == 1000, "too many parts");
+// What parts have: of tiles of heads, or of one head, under a causal mask.
+constexpr bool have_heads(int group, bool causal, bool deterministic, bool packed) {
+  ForwardParams p{};
+  p.batch = 1;
+  p.heads_kv = 1;
+  p.heads_q = group;
+  p.seqlen_q = p.seqlen_k = p.total_q = p.total_k = 4096;
+  p.window_left = -1;
+  p.window_right = causal ? 0 : -1;
+  constexpr int32_t kNoBounds = 0;
+  if (packed) p.cu_seqlens_q = p.cu_seqlens_k = &kNoBounds;
+  const auto split = sm90::split_tiles(p, sm90::kBackwardTiles[3], 132, deterministic);
+  return split.parts > 1 && split.have_heads;
+}
+static_assert(have_heads(8, true, false, false) && have_heads(8, true, true, false));
+static_assert(!have_heads(8, false, false, false) && !have_heads(1, true, false, false));
+static_assert(have_heads(8, false, false, true) && have_heads(8, true, true, true));
+static_assert(!have_heads(1, true, false, true), "a packed tile has no parts of queries");
 static_assert(hopper(200, true) == 256 && hopper(256, false) == 256 && hopper(264, false) == 0);
 
 constexpr int kA100 = 166912, kAda = 101376;  // shared memory of a thread block

@@ -204,6 +204,15 @@ SPLITS_LONGEST = {
     "80 queries": (1, 4200, 4300, 10, 5, 96),
     "wide": (1, 2100, 2100, 16, 4, 256),
 }
+PARTS_OF_HEADS = {
+    "192 keys": (1, 1000, 1100, 14, 2, 40),
+    "128 queries": (1, 2100, 2030, 14, 2, 64),
+    "64 queries": (1, 1000, 1000, 14, 2, 128),
+    "more waves": (1, 2100, 2100, 28, 4, 128),
+    "80 queries": (1, 4200, 4300, 10, 2, 96),
+    "wide": (1, 1500, 1400, 12, 2, 256),
+    "less wide": (2, 700, 900, 5, 1, 192),
+}
 SPLITS_WAVES = {  # without a mask the last of several waves is split
     "narrow wave": (1, 2100, 700, 25, 25, 128),
     "short wave": (1, 3000, 2051, 25, 25, 64),
@@ -211,11 +220,14 @@ SPLITS_WAVES = {  # without a mask the last of several waves is split
 }
 
 
-def choice_of(q, k, v, causal=False, window=(-1, -1), softcap=0.0) -> dict[str, Any]:
+def choice_of(
+    q, k, v, causal=False, window=(-1, -1), softcap=0.0, deterministic=False
+) -> dict[str, Any]:
     device = torch.cuda.get_device_properties(q.device)
     call = Call(
         q.shape[-1], v.shape[-1], q.shape[1], k.shape[1], len(q), q.shape[2], k.shape[2], causal,
         window, False, softcap, device.multi_processor_count, 10 * device.major + device.minor,
+        deterministic,
     )  # fmt: skip
     return choose_backward(call)
 
@@ -250,6 +262,18 @@ def test_parts_of_more_causal_tiles_than_sms(name):
 
 
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
+@pytest.mark.parametrize("name", PARTS_OF_HEADS)
+def test_parts_of_query_heads(name, softcap):
+    """Hopper: one or several waves of parts, and parts with fewer heads than others."""
+    target = make_target("cuda-sm90", BF16)
+    qkv = target.qkv(*PARTS_OF_HEADS[name])
+    options = {"causal": True, "softcap": softcap}
+    choice = choice_of(*qkv, **options, deterministic=True)
+    assert (choice["parts"] > 1, choice["parts_of"]) == (True, "query heads")
+    assert_match_with_and_without_turns(target, *qkv, **options)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
 @pytest.mark.parametrize("name", ALTERNATES)
 def test_turns_that_ascend_and_descend(name, softcap):
     """Hopper: causal calls with more tiles than fit at once; an odd number of heads too."""
@@ -262,13 +286,33 @@ def test_turns_that_ascend_and_descend(name, softcap):
     assert_match_with_and_without_turns(target, *qkv, **options)
 
 
-def packed_call(target: Target, lengths: list[tuple[int, int]], head_dim: int):
+def packed_call(
+    target: Target, lengths: list[tuple[int, int]], head_dim: int, heads: tuple[int, int] = (4, 2)
+):
     """q, k, v, then the packing, of segments of these lengths and rows after the last."""
     bounds = [torch.tensor([0, *x]).cumsum(0).tolist() for x in zip(*lengths, strict=True)]
     cu_q, cu_k = (target.cu_seqlens(*b) for b in bounds)
-    q = target.randn(bounds[0][-1] + 7, 4, head_dim)
-    k, v = (target.randn(bounds[1][-1] + 3, 2, head_dim) for _ in range(2))
+    q = target.randn(bounds[0][-1] + 7, heads[0], head_dim)
+    k, v = (target.randn(bounds[1][-1] + 3, heads[1], head_dim) for _ in range(2))
     return q, k, v, cu_q, cu_k, *(max(x) for x in zip(*lengths, strict=True))
+
+
+PACKED = {
+    "one sequence": [(900, 1300)],
+    "alike": [(600, 700)] * 4,
+    "one is longer": [(65, 65), (2100, 2200), (0, 5), (130, 40), (9, 0)],
+}
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "band"])
+@pytest.mark.parametrize("heads", [(14, 2), (3, 3), (40, 20)], ids=lambda h: "{}:{}".format(*h))
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", PACKED)
+def test_parts_of_packed_batches(name, head_dim, heads, mask):
+    """Hopper: parts of query heads, whole tiles in one wave, and in several."""
+    target = make_target("cuda-sm90", BF16)
+    call = packed_call(target, PACKED[name], head_dim, heads)
+    assert_match_with_and_without_turns(target, *call, **MASKS[mask])
 
 
 @pytest.mark.parametrize("mask", MASKS)

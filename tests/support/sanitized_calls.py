@@ -129,6 +129,10 @@ def turns() -> Iterator[Case]:
     yield case(1, 200, 700, 4, 2, 64, causal=True, softcap=20.0)
     yield case(1, 2050, 300, 2, 1)  # blocks of 80 queries
     yield case(5, 640, 257, 10, 10, 64, causal=True)  # blocks of 128 queries
+    lengths = ((200, 1300), (65, 130), (1, 9))  # turns that ascend
+    for head_dim in (64, 128, 256):
+        yield case(heads_q=10, heads_kv=10, head_dim=head_dim, seqlens=lengths, causal=True)
+    yield case(1, 200, 400, 7, 1, causal=True)  # parts of query heads
 
 
 VARIANTS = {"cuda": 0, "cuda-sm80": 80}

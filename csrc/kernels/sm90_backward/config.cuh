@@ -117,6 +117,7 @@ struct TileParts {
   int64_t split;
   int parts;  // of each
   int64_t time;
+  bool have_heads;  // parts: query heads and all blocks; otherwise blocks and all query heads
 
   constexpr int64_t units() const { return whole + split * parts; }
   static constexpr int64_t bytes_of_part(const BackwardTile& t) {  // dV and dK in fp32
@@ -139,47 +140,73 @@ constexpr int64_t causal_steps(const ForwardParams& p, const BackwardTile& t) {
   return full * blocks + (tiles - full) * (steps(full) + steps(tiles - 1)) / 2;
 }
 
+// Blocks of queries that see a tile of keys of a sequence with `queries`, at most.
+constexpr int64_t blocks_of_tile(const ForwardParams& p, const BackwardTile& t, int64_t queries) {
+  const int64_t blocks = ceil_div(queries, t.block_m);
+  if (p.window_left < 0 || p.window_right < 0) return blocks;
+  const int64_t seen = int64_t{p.window_left} + p.window_right + t.block_n;
+  return std::min(blocks, ceil_div(seen, t.block_m));
+}
+
 // The parts with which the call takes the least time. Tiles that are alike run in waves over the
 // SMs: the last one, which may be the only one, is shorter with parts. Where later keys are hidden,
 // the longest tiles come first and the others fill the gaps: the call takes as long as its longest
-// tile, or as all tiles on all SMs. Few tiles have parts then, all of them. A deterministic call
-// has those in one wave only. The sequences of a packed batch are taken to be alike.
+// tile, or as all tiles on all SMs. Few tiles have parts then, all of them. So have few tiles of a
+// packed batch, whose sequences are taken to be alike, but for the longest one.
+//
+// Parts of heads take turns as tiles of these heads would, and start as they do. Parts of blocks
+// would wait for the first parts of other tiles: deterministic causal calls have none. Nor have
+// packed batches, where a tile may have few blocks.
 constexpr TileParts split_tiles(const ForwardParams& p, const BackwardTile& t, int sms,
                                 bool deterministic) {
-  constexpr int64_t kMost = 16, kWaves = 2, kCausalWaves = 4;
+  constexpr int64_t kMost = 16, kWaves = 2, kCausalWaves = 4, kCausalBlocks = 4;
   constexpr int64_t kSumTime = 40, kSumBytes = 350000;  // of the sum of parts: 4 us, 3.5 TB/s
+  const bool packed = p.packed(), causal = is_causal(p);
   const int64_t slots = std::max(sms / (t.wide() ? kWideRanks : 1), 1), tiles = key_tiles(p, t);
-  const int64_t group = p.heads_q / std::max(p.heads_kv, 1);
-  int64_t blocks = ceil_div(p.seqlen_q, t.block_m);  // of queries that see a tile, at most
-  if (p.window_left >= 0 && p.window_right >= 0) {
-    const int64_t seen = int64_t{p.window_left} + p.window_right + t.block_n;
-    blocks = std::min(blocks, ceil_div(seen, t.block_m));
-  }
-  const bool causal = is_causal(p) && !p.packed();
-  const int64_t all_steps = causal ? causal_steps(p, t) * p.batch * p.heads_kv : 0;
-  const auto of_tile = [&](int64_t steps) { return steps * group * t.step_time + t.tile_time; };
-  const auto time_of = [&](int64_t split, int64_t parts) {
-    const int64_t longest = of_tile(ceil_div(blocks, parts)), units = split * parts;
+  const int64_t group = p.heads_q / std::max(p.heads_kv, 1), batch = std::max(p.batch, 1);
+  const int64_t longest = blocks_of_tile(p, t, p.seqlen_q);
+  const int64_t average = packed ? blocks_of_tile(p, t, p.total_q / batch) : longest;
+  // A packed batch may have fewer tiles than numbers of tiles.
+  const int64_t runs = packed ? p.heads_kv * batch * ceil_div(p.total_k / batch, t.block_n) : tiles;
+  const int64_t steps = packed   ? runs * average / 2
+                        : causal ? causal_steps(p, t) * p.batch * p.heads_kv
+                                 : 0;
+  const auto of_tile = [&](int64_t count) { return count * t.step_time + t.tile_time; };
+  const auto time_of = [&](bool have_heads, int64_t split, int64_t parts) {
+    const int64_t heads = have_heads ? ceil_div(group, parts) : group;
+    int64_t part = of_tile((have_heads ? longest : ceil_div(longest, parts)) * heads);
+    if (have_heads && deterministic) part += part / 16;  // waits for turns
+    const int64_t units = packed ? runs * parts : split * parts;
     const int64_t sum = split > 0 ? kSumTime + units * TileParts::bytes_of_part(t) / kSumBytes : 0;
     if (causal) {
-      const int64_t all = all_steps * group * t.step_time + tiles * parts * t.tile_time;
-      return std::max(longest, all / slots) + sum;
+      // Parts with fewer heads than others leave SMs idle, by half of what these lack. The tiles of
+      // a packed batch come longest first within a sequence alone.
+      const int64_t twice = group + (have_heads ? parts * heads : group);
+      const int64_t all = steps * twice * t.step_time / 2 + runs * parts * t.tile_time;
+      return std::max(part, all / slots + (packed ? part / 2 : 0)) + sum;
     }
-    return ceil_div(tiles - split, slots) * of_tile(blocks) + ceil_div(units, slots) * longest +
-           sum;
+    if (packed) return std::max(part, ceil_div(units, slots) * of_tile(average * heads)) + sum;
+    return ceil_div(tiles - split, slots) * of_tile(longest * group) +
+           ceil_div(units, slots) * part + sum;
   };
-  TileParts best{tiles, 0, 1, time_of(0, 1)};
-  const int64_t split = causal ? tiles : tiles % slots;
-  if (p.packed() || (causal && deterministic && tiles > slots)) return best;
-  // Parts must save a thirtieth of a whole tile; where they wait for turns, an eighth.
-  const int64_t most = best.time - of_tile(blocks) / (deterministic ? 8 : 30);
-  for (int64_t parts = 2; parts <= std::min(kMost, blocks) && split > 0; ++parts) {
-    if (split * parts > slots * (causal ? kCausalWaves : kWaves)) break;
-    const int64_t time = time_of(split, parts);
-    if (time < std::min(best.time, most)) {
-      best = {tiles - split, split, static_cast<int>(parts), time};
+  TileParts best{tiles, 0, 1, time_of(false, 0, 1), false};
+  const int64_t split = causal || packed ? tiles : tiles % slots;
+  const int64_t waves = causal || packed ? kCausalWaves : kWaves;
+  const auto try_parts = [&](bool have_heads, int64_t most_parts, int64_t most_time) {
+    for (int64_t parts = 2; parts <= std::min(kMost, most_parts) && split > 0; ++parts) {
+      if ((packed ? runs : split) * parts > slots * waves) break;
+      const int64_t time = time_of(have_heads, split, parts);
+      if (time < std::min(best.time, most_time)) {
+        best = {tiles - split, split, static_cast<int>(parts), time, have_heads};
+      }
     }
-  }
+  };
+  // Parts must save a thirtieth of a whole tile; where they wait for turns, an eighth.
+  const int64_t whole = of_tile(longest * group), time = best.time;
+  if (causal || packed) try_parts(true, group, time - whole / 30);
+  if (packed || (causal && deterministic)) return best;
+  try_parts(false, causal && group > 1 ? longest / kCausalBlocks : longest,
+            time - whole / (deterministic ? 8 : 30));
   return best;
 }
 

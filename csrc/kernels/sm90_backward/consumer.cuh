@@ -289,7 +289,8 @@ class BackwardConsumer {
     block = ptx::uniform(tile->start);
     const int seqlen_q = ptx::uniform(tile->seqlen_q);
     ragged_block = a.packed && seqlen_q % kBlockM != 0 ? seqlen_q / kBlockM : -1;
-    last += (end - begin) * a.group;
+    const int heads_of_tile = head_count<Config>(a, *tile);
+    last += (end - begin) * (Config::kParts ? ptx::uniform(heads_of_tile) : heads_of_tile);
     return ptx::uniform(tile->rows) != 0;
   }
 

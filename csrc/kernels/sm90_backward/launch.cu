@@ -139,16 +139,28 @@ cudaError_t launch(const BackwardParams& params, RowKernels& kernels, const Back
   a.order = tile_order(ceil_div(p.seqlen_k, tile.block_n), p.batch, p.heads_kv, p.heads_kv, bytes,
                        first_are_longest);
   const int slots = device.sms / kernels.blocks;
+  const int longest = std::max(a.order.m_blocks, 1);
+  if (a.packed) {
+    const int64_t blocks = block_count(true, p.total_k, p.seqlen_k, p.batch, tile.block_n);
+    a.order = {static_cast<int>(blocks), p.heads_kv, 1, 0};
+  }
+  a.parts_have_heads = split.split > 0 && split.have_heads;
+  if (a.parts_have_heads) a.order.heads *= split.parts;
   if (a.packed) {
     // The blocks of all sequences, longest first within a sequence. If the first tiles are the
     // longest, those of as many heads come together as fill the slots in the longest sequence.
-    const int longest = std::max(a.order.m_blocks, 1), heads = std::max(p.heads_kv, 1);
-    const int64_t blocks = block_count(true, p.total_k, p.seqlen_k, p.batch, tile.block_n);
-    const int section = first_are_longest ? std::clamp(slots / longest, 1, heads) : 1;
-    a.order = {static_cast<int>(blocks), p.heads_kv, params.deterministic ? heads : section, 0};
+    // Deterministic calls: two sections, see Turns, if sequences differ. Those of about the same
+    // length balance each other.
+    const int heads = std::max(a.order.heads, 1);
+    const bool differ = p.batch == 1 || 2 * int64_t{p.seqlen_k} * p.batch >= 3 * p.total_k;
+    if (first_are_longest) a.order.section = std::clamp(slots / longest, 1, heads);
+    if (params.deterministic) {
+      a.order.section = first_are_longest && differ ? ceil_div(heads, 2) : heads;
+    }
   } else if (first_are_longest) {
-    a.order.section =
-        split.split > 0 ? a.order.heads : choose_section(a.order, slots, params.deterministic);
+    a.order.section = split.split > 0 && !split.have_heads
+                          ? a.order.heads
+                          : choose_section(a.order, slots, params.deterministic);
   } else if (params.deterministic) {
     a.order.section = choose_section_of_turns(a.order, slots, tile.wide());
   }
@@ -169,8 +181,16 @@ cudaError_t launch(const BackwardParams& params, RowKernels& kernels, const Back
   const auto tiles = static_cast<unsigned>(empty || p.total_k == 0 ? 0 : key_tiles(p, tile));
   a.whole_heads = tiles > 0 && takes_whole_heads(p, tile, device.sms);
   if (a.whole_heads) a.tickets = nullptr;
-  a.alternates = a.tickets != nullptr && first_are_longest && !a.packed &&
-                 tiles > static_cast<unsigned>(slots);
+  a.whole_tiles = a.tiles = a.whole_heads ? p.batch * p.heads_kv : static_cast<int>(tiles);
+  unsigned post_blocks = places;
+  if (tiles > 0 && !a.whole_heads) {
+    a.whole_tiles = static_cast<int>(split.whole);
+    a.tiles = static_cast<int>(split.units());
+    a.parts = Divisor::of(split.parts);
+    post_blocks += static_cast<unsigned>(split.split * kernels.sum_blocks);
+  }
+  a.alternates = a.tickets != nullptr && first_are_longest && a.tiles > slots &&
+                 a.order.section < a.order.heads;
   // Under a causal mask two tiles of a head that run at the same time are 128 queries apart: two
   // blocks of 64, but not of 80.
   const bool are_close = tile.transposes() && a.alternates;
@@ -179,14 +199,6 @@ cudaError_t launch(const BackwardParams& params, RowKernels& kernels, const Back
   const bool is_small = int64_t{places} * tile.block_m * tile.head_dim <= kZeroedFloats;
   if (!tile.wide() && !a.whole_heads && (params.deterministic || !is_small)) {
     a.claims = reinterpret_cast<int*>(workspace + w.claims);
-  }
-  a.whole_tiles = a.tiles = a.whole_heads ? p.batch * p.heads_kv : static_cast<int>(tiles);
-  unsigned post_blocks = places;
-  if (tiles > 0 && !a.whole_heads) {
-    a.whole_tiles = static_cast<int>(split.whole);
-    a.tiles = static_cast<int>(split.units());
-    a.parts = Divisor::of(split.parts);
-    post_blocks += static_cast<unsigned>(split.split * kernels.sum_blocks);
   }
   const bool has_parts = a.whole_tiles < a.tiles;
   const BackwardKernel main = has_parts ? kernels.main_of_parts : kernels.main;

@@ -1,8 +1,9 @@
-// Parts: thread blocks that share a tile of keys, each with some of its queries, see split_tiles.
+// Parts: thread blocks that share a tile of keys, each with some of its blocks of queries, or with
+// some of its query heads, see split_tiles. Parts of heads are tiles of the order of their own.
 //
 // A part leaves its dV and dK in fp32: of 16 rows and 64 columns each, a piece in the accumulators'
 // order. The postprocess adds up the parts in their order, so that the sums do not depend on who
-// ended first. No thread block waits for another.
+// ended first. No thread block waits for another one's part.
 #pragma once
 
 #include "kernels/sm90_backward/shared.cuh"
@@ -17,6 +18,7 @@ struct Part {
 // Part number `part` of the blocks [begin, end). Some are empty if there are few blocks. In a
 // deterministic call blocks that have a turn together stay together, see Turns.
 __device__ __forceinline__ Part part_of(const BackwardArguments& a, int begin, int end, int part) {
+  if (a.parts_have_heads) return {begin, end};
   const int blocks = max(end - begin, 0), parts = a.parts.divisor;
   const int mask = a.tickets != nullptr ? a.turn_mask : 0;
   const auto cut = [&](int number) {
@@ -29,12 +31,32 @@ __device__ __forceinline__ Part part_of(const BackwardArguments& a, int begin, i
 // The tile that `unit` is, or is a part of. Units are the whole tiles, then the parts of the
 // others.
 __device__ __forceinline__ int tile_of(const BackwardArguments& a, int unit) {
-  return unit < a.whole_tiles ? unit : a.whole_tiles + (unit - a.whole_tiles) / a.parts;
+  const bool is_whole = unit < a.whole_tiles || a.parts_have_heads;
+  return is_whole ? unit : a.whole_tiles + (unit - a.whole_tiles) / a.parts;
+}
+
+// The key head of a tile of `order`, where each part of a key head's query heads is a head.
+__device__ __forceinline__ int take_heads(const BackwardArguments& a, const Tile& tile, bool stores,
+                                          KeyTile& t) {
+  const int head = tile.head / a.parts;
+  if (stores) {
+    t.split = head * a.order.m_blocks + tile.m_block;
+    t.part = tile.head - head * a.parts.divisor;
+  }
+  return head;
 }
 
 // Turns the description of the tile into one of `unit`. If no query sees the tile, its first part
 // clears the keys. One lane.
 __device__ __forceinline__ void take_part(const BackwardArguments& a, int unit, KeyTile& t) {
+  t.first_head = t.head_kv * a.group;
+  t.end_head = t.first_head + a.group;
+  if (a.parts_have_heads) {
+    t.end_head = t.first_head + a.group * (t.part + 1) / a.parts;
+    t.first_head += a.group * t.part / a.parts;
+    if (t.part > 0 && t.begin >= t.end) t.rows = 0;
+    return;
+  }
   const int number = unit - a.whole_tiles;
   if (number < 0) {
     t.split = -1;

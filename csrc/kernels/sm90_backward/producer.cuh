@@ -112,7 +112,7 @@ __device__ __forceinline__ void load_tile(const BackwardArguments& a, BackwardSh
   load_keys(s.v[v_slot.stage], a.v, s.v_full[v_slot.stage], v_slot.stage, Operand::kV);
   ptx::await_kernel_before();
 #pragma unroll 1
-  for (int head = t.head_kv * a.group; head < (t.head_kv + 1) * a.group; ++head) {
+  for (int head = first_head<Config>(a, t); head < end_head<Config>(a, t); ++head) {
     int block = t.start;
 #pragma unroll 1
     for (int n = t.begin; n < t.end; ++n, block = t.block_after(block)) {

@@ -56,7 +56,7 @@ __device__ __forceinline__ void schedule(const BackwardArguments& a, BackwardSha
     timeline.tile(next.number, BackwardSchedulerTile::kHand);
     const bool last = next.index >= a.tiles;
     if (!last) {
-      describe_unit<Config, Config::kParts>(a, next.index, next.key_block, t);
+      describe_unit<Config>(a, next.index, next.key_block, t);
     } else if (ptx::lane() == 0) {
       t.rows = 0;
     }

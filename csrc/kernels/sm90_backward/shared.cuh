@@ -90,6 +90,7 @@ struct alignas(128) KeyTile {
   BlockRange consumer[3];
   // With parts: the tile's number among those that have some, and the part; otherwise split is -1.
   int split, part;
+  int first_head, end_head;  // with parts: its query heads
 
   __device__ __forceinline__ int block_after(int block) const {
     return next_block(block, direction, begin, end);
@@ -170,6 +171,7 @@ struct BackwardArguments {
   int tiles;  // of keys or parts of them, in the whole call; whole heads: key heads of the batch
   int whole_tiles;  // the later ones are parts of tiles, see parts.cuh
   Divisor parts;
+  bool parts_have_heads;  // and all blocks; otherwise blocks, and all heads
   float* statistics;
   float* gradient;
   int* tickets;     // null unless deterministic
@@ -180,9 +182,24 @@ struct BackwardArguments {
   int* counter;
 };
 
-// The place of the first block of queries of tile `t`'s sequence, in the first head of its group.
+// The query heads of tile `t`, or of a part of it.
+template <class Config>
+__device__ __forceinline__ int first_head(const BackwardArguments& a, const KeyTile& t) {
+  return Config::kParts ? t.first_head : t.head_kv * a.group;
+}
+template <class Config>
+__device__ __forceinline__ int end_head(const BackwardArguments& a, const KeyTile& t) {
+  return Config::kParts ? t.end_head : (t.head_kv + 1) * a.group;
+}
+template <class Config>
+__device__ __forceinline__ int head_count(const BackwardArguments& a, const KeyTile& t) {
+  return Config::kParts ? t.end_head - t.first_head : a.group;
+}
+
+// The place of the first block of queries of tile `t`'s sequence, in its first head.
+template <class Config>
 __device__ __forceinline__ int first_place(const BackwardArguments& a, const KeyTile& t) {
-  return t.head_kv * a.group * a.query_blocks + t.first_block;
+  return first_head<Config>(a, t) * a.query_blocks + t.first_block;
 }
 
 // The number of the first block of a sequence among those of a packed batch. Sequences that end and

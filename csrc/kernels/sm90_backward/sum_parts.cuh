@@ -11,6 +11,15 @@ namespace attnscope::sm90 {
 template <class Config, int kWarps>
 inline constexpr int kSumBlocks = Config::kTile.block_n / 16 * Config::kColumnBlocks * 2 / kWarps;
 
+// Describes tile number `split` of those with parts. Warp-converged.
+template <class Config>
+__device__ __forceinline__ void describe_split(const BackwardArguments& a, int split, KeyTile& t) {
+  const int head = split / a.order.m_blocks;  // see take_heads
+  const Tile tile = a.parts_have_heads ? Tile{split - head * a.order.m_blocks, head}
+                                       : find_tile(a, a.whole_tiles + split);
+  describe_tile<Config>(a, tile.head, tile.m_block, t);
+}
+
 // Stores dV or dK of a piece of a tile with parts, for each warp, by way of 2 KB of shared memory.
 // `block`: of those that sum. 16 columns at a time take few registers: dq needs many threads an SM.
 template <class Config, class TileConfig, int kWarps>
@@ -21,7 +30,7 @@ __device__ __forceinline__ void sum_parts(const BackwardArguments& a, int block,
   static_assert(kBlocks * kWarps == 2 * kPieces, "a thread block has one tile");
   __shared__ KeyTile t;
   const int warp = threadIdx.x / 32, split = block / kBlocks;
-  if (warp == 0) describe_tile<TileConfig>(a, a.whole_tiles + split, 0, t);
+  if (warp == 0) describe_split<TileConfig>(a, split, t);
   __syncthreads();
   const int piece = block % kBlocks * kWarps + warp, column = piece % kColumnBlocks;
   const int row = piece / kColumnBlocks % kGroups * 16, number = piece / kPieces;

@@ -11,41 +11,28 @@ __device__ __forceinline__ bool turns_ascend(const BackwardArguments& a, int hea
   return a.alternates && head / a.order.section % 2 != 0;
 }
 
-// Tiles with the most queries come first; but last where turns descend, see Turns.
-template <class Config>
-__device__ __forceinline__ void find_tile(const BackwardArguments& a, int index, int& head_kv,
-                                          int& sequence, int& key_block) {
-  const ForwardParams& p = a.params.forward;
+// The tile that comes as number `index`, and its head. Tiles with the most queries come first; but
+// last where turns descend, see Turns.
+__device__ __forceinline__ Tile find_tile(const BackwardArguments& a, int index) {
   const Tile tile = tile_at(a.order, index);
   const bool descend = a.tickets != nullptr && !turns_ascend(a, tile.head);
-  const int block = descend ? tile.m_block : a.order.m_blocks - 1 - tile.m_block;
-  if (a.packed) {
-    head_kv = tile.head;
-    sequence = find_sequence(p.cu_seqlens_k, p.total_k, p.batch, Config::kBlockN, block);
-    key_block = block - first_block(p.cu_seqlens_k, p.total_k, sequence, Config::kBlockN);
-  } else {
-    sequence = tile.head / a.heads_kv;
-    head_kv = tile.head - sequence * a.heads_kv.divisor;
-    key_block = block;
-  }
+  return {descend ? tile.m_block : a.order.m_blocks - 1 - tile.m_block, tile.head};
 }
 
-// Describes tile number `index`, or of whole heads the tile `key_block` of head `index`: one lane
-// for each consumer's blocks, one for the rest. Warp-converged.
+// Describes tile number `block` of the key head `head` of the batch, but for its direction: one
+// lane for each consumer's blocks, one for the rest. Warp-converged.
 template <class Config>
-__device__ __forceinline__ void describe_tile(const BackwardArguments& a, int index, int key_block,
+__device__ __forceinline__ void describe_tile(const BackwardArguments& a, int head, int block,
                                               KeyTile& t) {
   const ForwardParams& p = a.params.forward;
   const int lane = ptx::lane();
-  int head_kv, sequence;
-  if (a.whole_heads) {
-    sequence = index / a.heads_kv;
-    head_kv = index - sequence * a.heads_kv.divisor;
+  int head_kv = head, sequence, key_block = block;
+  if (a.packed) {
+    sequence = find_sequence(p.cu_seqlens_k, p.total_k, p.batch, Config::kBlockN, block);
+    key_block -= first_block(p.cu_seqlens_k, p.total_k, sequence, Config::kBlockN);
   } else {
-    find_tile<Config>(a, index, head_kv, sequence, key_block);
-  }
-  if (lane == Config::kConsumers) {  // early: it then takes no register
-    t.direction = turns_ascend(a, sequence * a.heads_kv.divisor + head_kv) ? -1 : 1;
+    sequence = head / a.heads_kv;
+    head_kv -= sequence * a.heads_kv.divisor;
   }
   const Segment seg_q = segment(p.cu_seqlens_q, p.total_q, p.seqlen_q, sequence);
   const Segment seg_k = segment(p.cu_seqlens_k, p.total_k, p.seqlen_k, sequence);
@@ -88,13 +75,21 @@ __device__ __forceinline__ void describe_tile(const BackwardArguments& a, int in
   }
 }
 
-// Describes a tile or a part of one, see tile_of. `unit` may be in shared memory: it is read again
-// rather than kept in a register. Warp-converged.
-template <class Config, bool kParts = true>
+// Describes a tile or a part of one, see tile_of; of whole heads, the tile `key_block` of head
+// `unit`. `unit` may be in shared memory: it is read again rather than kept in a register.
+// Warp-converged.
+template <class Config>
 __device__ __forceinline__ void describe_unit(const BackwardArguments& a, const int& unit,
                                               int key_block, KeyTile& t) {
-  describe_tile<Config>(a, kParts ? tile_of(a, unit) : unit, key_block, t);
-  if (kParts && ptx::lane() == Config::kConsumers) take_part(a, unit, t);
+  constexpr bool kParts = Config::kParts;
+  const bool is_last_lane = ptx::lane() == Config::kConsumers;
+  Tile tile{key_block, unit};
+  if (!a.whole_heads) tile = find_tile(a, kParts ? tile_of(a, unit) : unit);
+  // Early: it then takes no register.
+  if (is_last_lane) t.direction = turns_ascend(a, tile.head) ? -1 : 1;
+  if (kParts && a.parts_have_heads) tile.head = take_heads(a, tile, is_last_lane, t);
+  describe_tile<Config>(a, tile.head, tile.m_block, t);
+  if (kParts && is_last_lane) take_part(a, unit, t);
 }
 
 }  // namespace attnscope::sm90

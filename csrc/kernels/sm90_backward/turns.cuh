@@ -2,7 +2,8 @@
 //
 // A ticket counts the key blocks that have added to a block of queries of a head, or to two, see
 // `turn_mask`. Turns descend: the last key block that a query sees adds first. Under a causal mask
-// a tile then starts at the blocks of queries where its turn is the first.
+// a tile then starts at the blocks of queries where its turn is the first. A part of a tile takes
+// part in the turns of its query heads alone.
 //
 // But with descending turns the longest tiles of a causal call come last, and its end is badly
 // balanced. So in every other section of heads (`alternates`) turns ascend: tiles of key block 0,
@@ -76,9 +77,10 @@ __device__ __forceinline__ void await_turns(const BackwardArguments& a, Shared& 
     if (t.rows == 0) return;
     // Read before the last turn of the tile has come: then the description may change.
     const int start = t.start, begin = t.begin, end = t.end, direction = t.direction;
-    int place = first_place(a, t);
+    const int heads = head_count<Config>(a, t);
+    int place = first_place<Config>(a, t);
 #pragma unroll 1
-    for (int head = 0; head < a.group; ++head, place += a.query_blocks) {
+    for (int head = 0; head < heads; ++head, place += a.query_blocks) {
 #pragma unroll 1
       for (int block = start; block >= begin && block < end;
            block = direction < 0 ? (block & ~a.turn_mask) - 1 : (block | a.turn_mask) + 1) {

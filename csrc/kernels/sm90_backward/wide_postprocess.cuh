@@ -19,8 +19,8 @@ __global__ void __launch_bounds__(kWidePostprocessThreads)
   ptx::await_kernel_before();
   const int place = blockIdx.x, head = place / a.all_queries;
   if (Config::kParts && head >= a.params.forward.heads_q) {
-    sum_parts<Config, WideTileConfig, 4>(a, place - a.params.forward.heads_q * a.query_blocks,
-                                         ptx::shared_address(staging[threadIdx.x / 32]));
+    sum_parts<Config, WideTileConfig<true>, 4>(a, place - a.params.forward.heads_q * a.query_blocks,
+                                               ptx::shared_address(staging[threadIdx.x / 32]));
     return;
   }
   const RowBlock b = query_block<Config>(a, place - head * a.all_queries.divisor);

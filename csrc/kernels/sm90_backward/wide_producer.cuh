@@ -75,7 +75,7 @@ __device__ __forceinline__ void load_wide_tile(const BackwardArguments& a, WideS
   }
   ptx::await_kernel_before();
 #pragma unroll 1
-  for (int head = t.head_kv * a.group; head < (t.head_kv + 1) * a.group; ++head) {
+  for (int head = first_head<Config>(a, t); head < end_head<Config>(a, t); ++head) {
     int block = t.start;
 #pragma unroll 1
     for (int n = t.begin; n < t.end; ++n, block = t.block_after(block)) {
@@ -109,7 +109,7 @@ __device__ __forceinline__ void load_wide_tile(const BackwardArguments& a, WideS
                                part * Config::kDoutBlocks, Config::kDoutBlocks);
         }
       }
-      if (n == t.begin && head == t.head_kv * a.group) {
+      if (n == t.begin && head == first_head<Config>(a, t)) {
         // V takes the place of K of the tile before.
         ptx::mbarrier_wait(shared_address(&s.k_empty), number & 1 ^ 1);
         inject(Fault::kCopy, 4 * number + 3);

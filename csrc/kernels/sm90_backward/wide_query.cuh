@@ -33,8 +33,7 @@ class QueryConsumer : WideRole<Config> {
 
  private:
   __device__ __forceinline__ void run_tile() {
-    place = ptx::uniform(Base::tile().head_kv) * a.group * a.query_blocks +
-            ptx::uniform(Base::tile().first_block) + start;
+    place = ptx::uniform(first_place<Config>(a, Base::tile())) + start;
     prepare_keys();
 #pragma unroll 1
     for (int i = 0; i < steps; ++i) {
@@ -184,11 +183,12 @@ __device__ __forceinline__ void pass_turns(const BackwardArguments& a, WideShare
     wait(s.tile_full[slot.stage], slot.parity);
     const KeyTile& t = s.tile[slot.stage];
     if (t.rows == 0) return;
-    int* ticket = a.tickets + first_place(a, t) + t.start;
+    int* ticket = a.tickets + first_place<Config>(a, t) + t.start;
+    const int heads = head_count<Config>(a, t);
     const int blocks = t.end - t.begin, direction = t.direction;
     ptx::mbarrier_arrive(ptx::shared_address(&s.tile_empty[slot.stage]));
 #pragma unroll 1
-    for (int head = 0; head < a.group; ++head, ticket += a.query_blocks) {
+    for (int head = 0; head < heads; ++head, ticket += a.query_blocks) {
 #pragma unroll 1
       for (int i = 0; i < blocks; ++i, ++turns) {
         wait(s.turn_added, turns & 1);

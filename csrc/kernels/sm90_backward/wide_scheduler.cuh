@@ -53,7 +53,7 @@ __device__ __forceinline__ void schedule_wide(const BackwardArguments& a, WideSh
     }
     const bool last = index >= a.tiles;
     if (!last) {
-      describe_unit<WideTileConfig, Config::kParts>(a, index, 0, t);
+      describe_unit<WideTileConfig<Config::kParts>>(a, index, 0, t);
     } else if (ptx::lane() == 0) {
       t.rows = 0;
     }

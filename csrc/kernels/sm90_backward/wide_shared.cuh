@@ -8,11 +8,12 @@
 namespace attnscope::sm90 {
 
 // A tile of keys as describe_tile knows it: of a cluster, with 64 keys for each thread block.
+template <bool kParts_>
 struct WideTileConfig {
   static constexpr int kBlockM = 64;
   static constexpr int kBlockN = 64 * kWideRanks;
   static constexpr int kConsumers = kWideRanks;
-  static constexpr bool kSeenToEnd = false;
+  static constexpr bool kSeenToEnd = false, kParts = kParts_;
   static constexpr int kAdders = kWideRanks;  // to a ticket, for each tile
 };
 
@@ -160,7 +161,8 @@ class WideRole {
     full_begin = ptx::uniform(t.consumer[rank].full_begin);
     full_end = ptx::uniform(t.consumer[rank].full_end);
     block = start;
-    steps = (end - begin) * a.group;
+    const int heads = head_count<Config>(a, t);
+    steps = (end - begin) * (Config::kParts ? ptx::uniform(heads) : heads);
     return ptx::uniform(t.rows) != 0;
   }
 

@@ -24,12 +24,12 @@ __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardS
                                            const Timeline& timeline) {
   // Numbers of the block, among those of all heads; whole heads: of the thread block's place.
   const int blocks = a.whole_heads ? a.dense_queries.divisor : a.query_blocks;
-  const int first =
-      a.whole_heads ? blockIdx.x * a.group * blocks : t.head_kv * a.group * blocks + t.first_block;
+  const int first = a.whole_heads ? blockIdx.x * a.group * blocks : first_place<Config>(a, t);
+  const int heads = head_count<Config>(a, t);
   const bool has_turns = a.tickets != nullptr, ordered = a.whole_heads || has_turns;
   bool begins_turn = has_turns;  // at the block that comes next
 #pragma unroll 1
-  for (int head = 0; head < a.group; ++head) {
+  for (int head = 0; head < heads; ++head) {
     int block = t.start;
 #pragma unroll 1
     do {

@@ -4,7 +4,7 @@
 // lower ticket it would wait. The first one in turn, and no other, stores its part of dQ. Where
 // turns ascend, tiles come longest first and go through their blocks backwards. Without turns,
 // tiles that see the same blocks start at different ones. Parts of a tile (parts.cuh) have each of
-// its blocks once.
+// its blocks once, or each of its query heads.
 #include "emulator.h"
 #include "kernels/sm90_backward/parts.cuh"
 #include "kernels/sm90_backward/tiles.cuh"
@@ -15,10 +15,10 @@ using namespace attnscope::sm90;
 
 namespace {
 
-template <int kRows, int kKeys, int kParts, bool kToEnd = false, int kRanks = 1>
+template <int kRows, int kKeys, int kWarpgroups, bool kToEnd = false, int kRanks = 1>
 struct TileConfig {
-  static constexpr int kBlockM = kRows, kBlockN = kKeys, kConsumers = kParts, kAdders = kRanks;
-  static constexpr bool kSeenToEnd = kToEnd;
+  static constexpr int kBlockM = kRows, kBlockN = kKeys, kConsumers = kWarpgroups, kAdders = kRanks;
+  static constexpr bool kSeenToEnd = kToEnd, kParts = true;
 };
 
 struct Call {
@@ -26,7 +26,13 @@ struct Call {
   std::vector<int32_t> cu_q, cu_k;  // packed
 };
 
-long g_turns, g_parts, g_ascending;
+// How half of the tiles of a call are shared out, or all of them if parts have heads.
+struct Shares {
+  int parts = 1, group = 1;  // query heads of a key head
+  bool have_heads = false;
+};
+
+long g_turns, g_parts, g_heads, g_ascending;
 int g_loads;  // of a ticket
 
 int blocks_of(int rows, int block) { return (rows + block - 1) / block; }
@@ -41,7 +47,8 @@ const char* check_parts(const BackwardArguments& a) {
     const int tiles = a.order.tiles();
     for (int split = 0; split < tiles - a.whole_tiles; ++split) {
       const int first = a.whole_tiles + split * a.parts.divisor;
-      describe_tile<Config>(a, a.whole_tiles + split, 0, whole);
+      const Tile tile = find_tile(a, a.whole_tiles + split);
+      describe_tile<Config>(a, tile.head, tile.m_block, whole);
       __syncwarp();
       int end = whole.begin;
       for (int part = 0; part < a.parts.divisor; ++part) {
@@ -68,9 +75,45 @@ const char* check_parts(const BackwardArguments& a) {
   return wrong;
 }
 
-// The message of what is wrong, or null. `section`: see TileOrder. Half of the tiles have `parts`.
+// Each query head and block of a tile must be in one part, and the parts' numbers of their tile
+// must lead to it again.
 template <class Config>
-const char* check(const Call& c, int section, int turn_mask, int parts, bool alternates) {
+const char* check_heads(const BackwardArguments& a) {
+  const char* wrong = nullptr;
+  std::vector<int> seen(a.order.tiles() / a.parts.divisor * a.group);
+  KeyTile t, again;
+  emulator::launch(1, 32, 1, [&] {
+    for (int unit = 0; unit < a.order.tiles(); ++unit) {
+      describe_unit<Config>(a, unit, 0, t);
+      __syncwarp();
+      const bool clears = t.begin >= t.end && t.part > 0;
+      describe_tile<Config>(a, t.split / a.order.m_blocks, t.split % a.order.m_blocks, again);
+      __syncwarp();
+      if (threadIdx.x == 0) {
+        const int first = t.head_kv * a.group;
+        if (t.head_kv != again.head_kv || t.k_row != again.k_row || t.batch != again.batch ||
+            t.rows != (clears ? 0 : again.rows) || t.begin != again.begin || t.end != again.end) {
+          wrong = "a part is of another tile";
+        }
+        if (t.first_head >= t.end_head) wrong = "a part has no heads";
+        for (int head = t.first_head; head < t.end_head; ++head) {
+          if (head < first || head >= first + a.group) wrong = "a head of another tile";
+          if (seen.at(t.split * a.group + head - first)++ > 0) wrong = "two parts have a head";
+          ++g_heads;
+        }
+      }
+      __syncwarp();
+    }
+  });
+  for (const int count : seen) wrong = count == 0 ? "a head is left out" : wrong;
+  return wrong;
+}
+
+// The message of what is wrong, or null. `section`: see TileOrder.
+template <class Config>
+const char* check(const Call& c, int section, int turn_mask, const Shares& shares,
+                  bool alternates) {
+  const int parts = shares.parts, heads_q = c.heads_kv * shares.group;
   const bool packed = !c.cu_q.empty();
   int counter[2] = {};
   BackwardArguments a{};
@@ -78,7 +121,8 @@ const char* check(const Call& c, int section, int turn_mask, int parts, bool alt
   p.batch = c.batch;
   p.seqlen_q = c.seqlen_q;
   p.seqlen_k = c.seqlen_k;
-  p.heads_q = p.heads_kv = c.heads_kv;
+  p.heads_q = heads_q;
+  p.heads_kv = c.heads_kv;
   p.window_left = c.left;
   p.window_right = c.right;
   p.cu_seqlens_q = packed ? c.cu_q.data() : nullptr;
@@ -86,20 +130,21 @@ const char* check(const Call& c, int section, int turn_mask, int parts, bool alt
   p.total_q = packed ? c.cu_q.back() : int64_t{c.batch} * c.seqlen_q;
   p.total_k = packed ? c.cu_k.back() : int64_t{c.batch} * c.seqlen_k;
   a.packed = packed;
-  a.group = 1;
+  a.group = shares.group;
+  a.parts_have_heads = shares.have_heads;
   a.counter = counter;
   a.heads_kv = Divisor::of(c.heads_kv);
   a.query_blocks = block_count(packed, p.total_q, c.seqlen_q, c.batch, Config::kBlockM);
   a.dense_queries = Divisor::of(std::max(blocks_of(c.seqlen_q, Config::kBlockM), 1));
   const int key_blocks = block_count(packed, p.total_k, c.seqlen_k, c.batch, Config::kBlockN);
-  const int heads = c.heads_kv * (packed ? 1 : c.batch);
+  const int heads = c.heads_kv * (packed ? 1 : c.batch) * (shares.have_heads ? shares.parts : 1);
   a.order = {packed ? key_blocks : blocks_of(c.seqlen_k, Config::kBlockN), heads, section, 0};
   int ticket = 0;
   a.tickets = &ticket;
   a.turn_mask = turn_mask;
   a.alternates = alternates;
   const int tiles = key_blocks * c.heads_kv;
-  a.whole_tiles = parts > 1 ? tiles / 2 : tiles;
+  a.whole_tiles = shares.have_heads ? 0 : parts > 1 ? tiles / 2 : tiles;
   a.parts = Divisor::of(parts);
   const int units = a.whole_tiles + (tiles - a.whole_tiles) * parts;
   // As the scheduler does.
@@ -108,20 +153,22 @@ const char* check(const Call& c, int section, int turn_mask, int parts, bool alt
     __syncwarp();
   };
 
-  std::vector<int> added(static_cast<size_t>(c.heads_kv) * a.query_blocks), stored(added.size());
+  std::vector<int> added(static_cast<size_t>(heads_q) * a.query_blocks), stored(added.size());
   const char* wrong = nullptr;
   KeyTile t;
   emulator::launch(1, 32, 1, [&] {
     for (int index = 0; index < units; ++index) {
       describe(index, t);
-      const bool ascends = alternates && (t.batch * c.heads_kv + t.head_kv) / section % 2 != 0;
-      if (threadIdx.x == 0 && t.rows > 0) {
+      const int key_head = (packed ? 0 : t.batch * c.heads_kv) + t.head_kv;
+      const int order_head = shares.have_heads ? key_head * parts + t.part : key_head;
+      const bool ascends = alternates && order_head / section % 2 != 0;
+      for (int head = t.first_head; threadIdx.x == 0 && t.rows > 0 && head < t.end_head; ++head) {
         if (t.direction != (ascends ? -1 : 1)) wrong = "turns of a section go the other way";
         int next = ascends ? t.end - 1 : t.begin;
         for (int n = t.begin, block = t.start; n < t.end; ++n, block = t.block_after(block)) {
           if (block != next) wrong = "blocks are out of order";
           next += ascends ? -1 : 1;
-          const int place = t.head_kv * a.query_blocks + t.first_block + block;
+          const int place = head * a.query_blocks + t.first_block + block;
           const bool is_first = Turns<Config>::number(a, t, block) == 0;
           if (is_first != (stored.at(place)++ == 0))
             wrong = "another than the first part is stored";
@@ -147,11 +194,12 @@ const char* check(const Call& c, int section, int turn_mask, int parts, bool alt
     }
   });
   if (wrong != nullptr) return wrong;
-  if (const char* of_parts = check_parts<Config>(a); of_parts != nullptr) return of_parts;
+  const auto check_shares = shares.have_heads ? check_heads<Config> : check_parts<Config>;
+  if (const char* of_parts = check_shares(a); of_parts != nullptr) return of_parts;
 
   a.tickets = nullptr;
   a.alternates = false;
-  if (const char* of_parts = check_parts<Config>(a); of_parts != nullptr) return of_parts;
+  if (const char* of_parts = check_shares(a); of_parts != nullptr) return of_parts;
   const bool is_full = c.left < 0 && c.right < 0, has_room = packed || c.seqlen_q >= c.seqlen_k;
   std::vector<int> starts(added.size());
   emulator::launch(1, 32, 1, [&] {
@@ -160,7 +208,7 @@ const char* check(const Call& c, int section, int turn_mask, int parts, bool alt
       if (threadIdx.x == 0 && t.rows > 0 && t.begin < t.end) {
         if (t.start < t.begin || t.start >= t.end) wrong = "a tile starts outside of its blocks";
         if (c.right >= 0 && t.start != t.begin) wrong = "a masked tile does not start at its first";
-        int& count = starts.at(t.head_kv * a.query_blocks + t.first_block + t.start);
+        int& count = starts.at(t.first_head * a.query_blocks + t.first_block + t.start);
         if (is_full && has_room && parts == 1 && t.seqlen_q >= t.seqlen_k && count++ > 0) {
           wrong = "two tiles start at the same block";
         }
@@ -174,28 +222,30 @@ const char* check(const Call& c, int section, int turn_mask, int parts, bool alt
 const char* check_all(const Call& c) {
   const bool packed = !c.cu_q.empty();
   const int heads = c.heads_kv * (packed ? 1 : c.batch);
-  const auto check_rows = [&](int section, int turn_mask, int parts, bool alternates) {
-    const char* wrong = check<TileConfig<64, 192, 3>>(c, section, turn_mask, parts, alternates);
+  const auto check_rows = [&](int section, int turn_mask, const Shares& shares, bool alternates) {
+    const char* wrong = check<TileConfig<64, 192, 3>>(c, section, turn_mask, shares, alternates);
     if (wrong == nullptr) {
-      wrong = check<TileConfig<64, 128, 2, false, 2>>(c, section, turn_mask, parts, alternates);
+      wrong = check<TileConfig<64, 128, 2, false, 2>>(c, section, turn_mask, shares, alternates);
     }
     if (wrong == nullptr) {
-      wrong = check<TileConfig<128, 128, 2>>(c, section, turn_mask, parts, alternates);
+      wrong = check<TileConfig<128, 128, 2>>(c, section, turn_mask, shares, alternates);
     }
     if (wrong == nullptr && c.left < 0) {
-      wrong = check<TileConfig<80, 128, 2, true>>(c, section, turn_mask, parts, alternates);
+      wrong = check<TileConfig<80, 128, 2, true>>(c, section, turn_mask, shares, alternates);
     }
     return wrong;
   };
+  const Shares all_shares[] = {{}, {2}, {5}, {2, 2, true}, {2, 3, true}};
   for (const int section : {1, 2, heads}) {
     if (section > heads) continue;
     for (const int turn_mask : {0, 1}) {
-      for (const int parts : {1, 2, 5}) {
-        if (parts > 1 && packed) continue;  // packed batches have none
-        const char* wrong = check_rows(section, turn_mask, parts, false);
-        // Calls that alternate are dense, without a left window, and have no parts.
-        if (wrong == nullptr && !packed && parts == 1 && c.left < 0 && c.right >= 0) {
-          wrong = check_rows(section, turn_mask, parts, true);
+      for (const Shares& shares : all_shares) {
+        if (packed && shares.parts > 1 && !shares.have_heads) continue;  // they have none
+        const char* wrong = check_rows(section, turn_mask, shares, false);
+        // Calls that alternate have no left window. Their parts have heads.
+        const bool may_alternate = shares.parts == 1 || shares.have_heads;
+        if (wrong == nullptr && may_alternate && c.left < 0 && c.right >= 0) {
+          wrong = check_rows(section, turn_mask, shares, true);
         }
         if (wrong != nullptr) return wrong;
       }
@@ -234,6 +284,6 @@ int main() {
       }
     }
   }
-  std::printf("%ld turns in order, %ld of them ascending, %ld parts\n", g_turns, g_ascending,
-              g_parts);
+  std::printf("%ld turns in order, %ld of them ascending, %ld parts, %ld heads of parts\n", g_turns,
+              g_ascending, g_parts, g_heads);
 }
