@@ -258,6 +258,26 @@ constexpr int section_of_turns(int heads, int blocks, int slots, bool wide) {
 static_assert(section_of_turns(128, 16, 132, false) == 8, "one wave");
 static_assert(section_of_turns(16, 128, 132, false) == 4, "at least four heads");
 static_assert(section_of_turns(8, 128, 66, true) == 1 && section_of_turns(2, 900, 1, true) == 1);
+// Of a packed batch of sequences as long as the longest one, but for one tile of each.
+constexpr int section_of_packed(int heads, int batch, int longest, int total, bool causal,
+                                bool deterministic = false) {
+  ForwardParams p{};
+  p.batch = batch;
+  p.seqlen_k = longest;
+  p.total_k = total;
+  p.window_left = -1;
+  p.window_right = causal ? 0 : -1;
+  const TileOrder order{total / 128 + batch, heads, 1, 0};
+  return sm90::choose_section_of_packed(order, p, 128, 132, deterministic);
+}
+static_assert(section_of_packed(16, 8, 2048, 16384, true) == 8, "one wave of 16 tiles a head");
+static_assert(section_of_packed(16, 8, 2048, 16384, false) == 1);
+static_assert(section_of_packed(7, 8, 2048, 16384, true) == 7, "952 tiles");
+static_assert(section_of_packed(7, 8, 2048, 16384, false) == 7);
+static_assert(section_of_packed(16, 8, 2048, 16384, true, true) == 16, "sequences are alike");
+static_assert(section_of_packed(15, 8, 4096, 16384, true, true) == 8, "two sections");
+static_assert(section_of_packed(15, 8, 4096, 16384, false, true) == 15);
+static_assert(section_of_packed(2, 1, 1024, 1024, true, true) == 1, "one sequence");
 // Parts of the last tiles of a call, and how many thread blocks those are.
 constexpr int64_t parts(int row, int seqlen, int heads, int group, int sms = 132,
                         int window = -1, bool causal = false, bool deterministic = false) {

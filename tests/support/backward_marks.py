@@ -36,7 +36,7 @@ def facts_of(name: str, causal: bool, seqlen_q: int, seqlen_k: int, group: int) 
     return timeline_marks.FACTS | {"workload": work, "tile": tile}
 
 
-def tiles_of(facts: dict[str, Any]) -> list[tuple[int, int, int, int, int, int, int]]:
+def tiles_of(facts: dict[str, Any], group: int) -> list[tuple[int, ...]]:
     """The notes of all tiles of the first sequence's first key head, last keys first."""
     work, tile = facts["workload"], facts["tile"]
     blocks = -(-work["seqlen_q"] // tile["block_m"])
@@ -50,7 +50,7 @@ def tiles_of(facts: dict[str, Any]) -> list[tuple[int, int, int, int, int, int, 
             start = first // tile["block_m"] % blocks
         if begin < blocks:
             rows = min(tile["block_n"], work["seqlen_k"] - first)
-            notes.append((0, 0, first, begin, blocks, start, rows))
+            notes.append((0, group, 0, first, begin, blocks, start, rows))
     return notes
 
 
@@ -61,13 +61,13 @@ def recording(
     """One thread block that takes all tiles of a key head."""
     facts = facts_of(name, causal, seqlen_q, seqlen_k, group)
     kernel, tile = layout_of(facts), facts["tile"]
-    notes = tiles_of(facts)
+    notes = tiles_of(facts, group)
     lanes = CONSUMER + tile["consumers"]
     buffer = np.zeros((1, rows_of_block(lanes, tile_rows, step_rows), WORDS), np.uint32)
     b = Buffer(buffer[0], tile_rows, step_rows, 5, kernel, CYCLES)
     b.clocks(0, 0)
     b.rows[0, [layout.SM, layout.BEGAN]] = 100, 1
-    steps = [(end - begin) * group for _, _, _, begin, end, *_ in notes]
+    steps = [(end - begin) * group for _, _, _, _, begin, end, *_ in notes]
     done = np.concatenate([[0], np.cumsum(steps)])
     for number in range(len(notes) + 1):
         for state in backward.SCHEDULER_TILE[: 4 if number < len(notes) else 3]:
@@ -104,7 +104,7 @@ def _consume(
     early: bool,
 ) -> None:  # fmt: skip
     lane, work, tile = CONSUMER + consumer, facts["workload"], facts["tile"]
-    for number, (_, _, first_key, begin, end, start, _) in enumerate(notes):
+    for number, (_, _, _, first_key, begin, end, start, _) in enumerate(notes):
         b.put(lane, "tile", number, "AwaitTile")
         b.put(lane, "tile", number, "AwaitK")
         key = first_key + KEYS * consumer

@@ -75,7 +75,7 @@ def test_a_consumer_passes_over_what_its_keys_do_not_see():
     made = marks.recording("d128", causal=True, seqlen_q=512, seqlen_k=512)
     first, second = made.tracks(0)[CONSUMER:]
     # The last tile is taken first: keys 384 to 511, blocks of queries 6 and 7.
-    assert made.notes(0)[0].tolist() == [0, 0, 384, 6, 8, 6, 128]
+    assert made.notes(0)[0].tolist() == [0, 1, 0, 384, 6, 8, 6, 128]
     assert first.tile[first.of("step.PassOver")].tolist() == []
     assert second.tile[second.of("step.PassOver")].tolist() == [0, 1, 2, 3]
     assert made.own_steps(0).tolist() == [[2, 1], [4, 3], [6, 5], [8, 7]]

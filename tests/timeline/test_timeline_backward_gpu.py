@@ -48,16 +48,17 @@ def pairs_seen(work: Workload, first_key: int, block: int, block_m: int) -> bool
 def test_every_block_that_a_tile_sees_is_recorded_once(recorded):
     work, made = recorded
     block_m, block_n = made.facts["tile"]["block_m"], made.facts["tile"]["block_n"]
-    seen = sorted(  # parts of a tile have some of its blocks
+    seen = sorted(  # parts of a tile have some of its blocks, or of its query heads
         (batch, head, first, block)
         for at in range(len(made.blocks))
-        for head, batch, first, begin, end, *_ in made.notes(at).tolist()
+        for first_head, end_head, batch, first, begin, end, *_ in made.notes(at).tolist()
+        for head in range(first_head, end_head)
         for block in range(begin, end)
     )
     assert seen == [
         (batch, head, first, block)
         for batch in range(work.batch)
-        for head in range(work.heads_kv)
+        for head in range(work.heads_q)
         for first in range(0, work.seqlen_k, block_n)
         for block in range(-(-work.seqlen_q // block_m))
         if pairs_seen(work, first, block, block_m)
@@ -68,7 +69,7 @@ def test_every_block_that_a_tile_sees_is_recorded_once(recorded):
 def test_every_role_marks_every_tile_and_step_in_order(recorded):
     """`track` refuses missing marks, marks out of order and marks of no step."""
     work, made = recorded
-    group, tile = work.heads_q // work.heads_kv, made.facts["tile"]
+    tile = made.facts["tile"]
     for at in range(len(made.blocks)):
         assert len(set(made.tile_counts[at])) == 1
         tracks, steps = made.tracks(at), made.steps_of_tiles(at)
@@ -78,12 +79,12 @@ def test_every_role_marks_every_tile_and_step_in_order(recorded):
         for number, track in enumerate(tracks[CONSUMER:]):
             issues = np.bincount(track.tile[track.of("step.IssueScores")], minlength=len(steps))
             assert issues.tolist() == [
-                group
+                (end_head - first_head)
                 * sum(
                     pairs_seen(work, first + KEYS * number, block, tile["block_m"])
                     for block in range(begin, end)
                 )
-                for _, _, first, begin, end, *_ in made.notes(at).tolist()
+                for first_head, end_head, _, first, begin, end, *_ in made.notes(at).tolist()
             ]
 
 

@@ -139,7 +139,6 @@ cudaError_t launch(const BackwardParams& params, RowKernels& kernels, const Back
   a.order = tile_order(ceil_div(p.seqlen_k, tile.block_n), p.batch, p.heads_kv, p.heads_kv, bytes,
                        first_are_longest);
   const int slots = device.sms / kernels.blocks;
-  const int longest = std::max(a.order.m_blocks, 1);
   if (a.packed) {
     const int64_t blocks = block_count(true, p.total_k, p.seqlen_k, p.batch, tile.block_n);
     a.order = {static_cast<int>(blocks), p.heads_kv, 1, 0};
@@ -147,16 +146,8 @@ cudaError_t launch(const BackwardParams& params, RowKernels& kernels, const Back
   a.parts_have_heads = split.split > 0 && split.have_heads;
   if (a.parts_have_heads) a.order.heads *= split.parts;
   if (a.packed) {
-    // The blocks of all sequences, longest first within a sequence. If the first tiles are the
-    // longest, those of as many heads come together as fill the slots in the longest sequence.
-    // Deterministic calls: two sections, see Turns, if sequences differ. Those of about the same
-    // length balance each other.
-    const int heads = std::max(a.order.heads, 1);
-    const bool differ = p.batch == 1 || 2 * int64_t{p.seqlen_k} * p.batch >= 3 * p.total_k;
-    if (first_are_longest) a.order.section = std::clamp(slots / longest, 1, heads);
-    if (params.deterministic) {
-      a.order.section = first_are_longest && differ ? ceil_div(heads, 2) : heads;
-    }
+    a.order.section =
+        choose_section_of_packed(a.order, p, tile.block_n, slots, params.deterministic);
   } else if (first_are_longest) {
     a.order.section = split.split > 0 && !split.have_heads
                           ? a.order.heads

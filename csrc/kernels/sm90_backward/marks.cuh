@@ -18,7 +18,8 @@ struct BackwardSchedulerTile {
     kAwaitRequest,  // until the producer has issued the tile's loads
     kTake,          // takes the next number from the counter; clears keys that no query sees
     // The description.
-    kHeadKv = 8,
+    kFirstHead = 8,
+    kEndHead,
     kBatch,
     kFirstKey,
     kBegin,

@@ -9,6 +9,9 @@
 
 namespace attnscope::sm90 {
 
+// Waves of tiles up to which those that come last must not be long.
+inline constexpr int kFewWaves = 8;
+
 // The heads whose tiles come together, with `slots` SMs or clusters, where first tiles are longest.
 // Who had a long tile gets a short one of the next section: so the call has an even number of equal
 // sections. Each has the heads whose tiles fill the slots once, to nine tenths, if their number
@@ -19,7 +22,6 @@ namespace attnscope::sm90 {
 // end of unequal ones, so all heads come together; if deterministic, in two sections, since turns
 // ascend in the second one, see Turns.
 constexpr int choose_section(const TileOrder& order, int slots, bool deterministic) {
-  constexpr int kFewWaves = 8;
   const int blocks = std::max(order.m_blocks, 1), heads = std::max(order.heads, 1);
   for (int section = slots / blocks; section * blocks * 10 >= slots * 9; --section) {
     if (heads % (2 * section) == 0) return section;
@@ -41,6 +43,20 @@ constexpr int choose_section(const TileOrder& order, int slots, bool determinist
 constexpr int choose_section_of_turns(const TileOrder& order, int slots, bool wide) {
   const int heads = std::max(order.heads, 1), least = std::min(wide ? 1 : 4, heads);
   return std::clamp(slots / std::max(order.m_blocks, 1), least, heads);
+}
+
+// The same for a packed batch of `order.m_blocks` tiles a head, which come longest first within a
+// sequence alone. Few tiles come with those of all heads: a long one that comes late ends late.
+// Otherwise, if the first ones are the longest, as many heads come together as fill the slots with
+// their tiles of the longest sequence. With turns there are two sections, see Turns, if sequences
+// differ: those of about the same length balance each other.
+constexpr int choose_section_of_packed(const TileOrder& order, const ForwardParams& p, int block_n,
+                                       int slots, bool deterministic) {
+  const int heads = std::max(order.heads, 1), longest = ceil_div(p.seqlen_k, block_n);
+  const bool differ = p.batch == 1 || 2 * int64_t{p.seqlen_k} * p.batch >= 3 * p.total_k;
+  if (deterministic) return is_causal(p) && differ ? ceil_div(heads, 2) : heads;
+  if (int64_t{heads} * order.m_blocks < int64_t{kFewWaves} * slots) return heads;
+  return is_causal(p) ? std::clamp(slots / std::max(longest, 1), 1, heads) : 1;
 }
 
 }  // namespace attnscope::sm90

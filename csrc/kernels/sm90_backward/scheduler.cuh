@@ -23,8 +23,11 @@ __device__ __forceinline__ void clear_keys(const KeyTile& t, void* data, const S
   }
 }
 
-__device__ __forceinline__ void note_tile(const Timeline& timeline, int number, const KeyTile& t) {
-  timeline.note(number, BackwardSchedulerTile::kHeadKv, t.head_kv);
+template <class Config>
+__device__ __forceinline__ void note_tile(const BackwardArguments& a, const Timeline& timeline,
+                                          int number, const KeyTile& t) {
+  timeline.note(number, BackwardSchedulerTile::kFirstHead, first_head<Config>(a, t));
+  timeline.note(number, BackwardSchedulerTile::kEndHead, end_head<Config>(a, t));
   timeline.note(number, BackwardSchedulerTile::kBatch, t.batch);
   timeline.note(number, BackwardSchedulerTile::kFirstKey, t.first_key);
   timeline.note(number, BackwardSchedulerTile::kBegin, t.begin);
@@ -66,7 +69,7 @@ __device__ __forceinline__ void schedule(const BackwardArguments& a, BackwardSha
       if (kEveryLaneArrives || ptx::lane() == 0) {
         ptx::mbarrier_arrive(ptx::shared_address(&s.tile_full[slot.stage]));
       }
-      if (!last) note_tile(timeline, next.number, t);
+      if (!last) note_tile<Config>(a, timeline, next.number, t);
       timeline.tile(next.number, BackwardSchedulerTile::kAwaitRequest);
       // The kernel before zeroes the counter. No thread block ends before it.
       ptx::await_kernel_before();

@@ -94,7 +94,7 @@ def consumer_step(early_values: bool) -> tuple[State, ...]:
 
 
 CONSUMER_STEP = consumer_step(True)
-TILE_NOTES = ("head_kv", "batch", "first_key", "begin", "end", "start", "rows")
+TILE_NOTES = ("first_head", "end_head", "batch", "first_key", "begin", "end", "start", "rows")
 
 _STEP_MARKS = [state.mark for state in CONSUMER_STEP]
 ISSUE_VALUES, PASS_OVER = (_STEP_MARKS.index(mark) for mark in ("IssueValues", "PassOver"))
@@ -121,7 +121,7 @@ def stores_by_tma(tile: Facts) -> bool:
 
 
 class Backward(Layout):
-    """Steps are blocks of queries, of each query head of the key head in turn."""
+    """Steps are blocks of queries, of each query head of the tile in turn."""
 
     mode = "backward"
     title = "Hopper backward"
@@ -148,11 +148,10 @@ class Backward(Layout):
 
     def steps_of_tiles(self, notes: NDArray[np.int32], facts: Facts) -> Counts:
         blocks = np.maximum(self.note(notes, "end") - self.note(notes, "begin"), 0)
-        return blocks * self._group(facts)
+        return blocks * self._heads(notes)
 
-    @staticmethod
-    def _group(facts: Facts) -> int:
-        return int(facts["workload"]["heads_q"] // facts["workload"]["heads_kv"])
+    def _heads(self, notes: NDArray[np.int32]) -> Counts:
+        return self.note(notes, "end_head") - self.note(notes, "first_head")
 
     def _first_blocks(self, notes: NDArray[np.int32], facts: Facts) -> Counts:
         """The first block of queries that sees a key of each consumer, or one past the last."""
@@ -166,7 +165,7 @@ class Backward(Layout):
 
     def own_steps(self, notes: NDArray[np.int32], facts: Facts) -> Counts:
         first = np.maximum(self._first_blocks(notes, facts), self.note(notes, "begin")[:, None])
-        return np.maximum(self.note(notes, "end")[:, None] - first, 0) * self._group(facts)
+        return np.maximum(self.note(notes, "end")[:, None] - first, 0) * self._heads(notes)[:, None]
 
     def _blocks(self, notes: NDArray[np.int32], tile: Any, inside: Any) -> Any:
         """The block of queries of step `inside` of a tile."""
@@ -232,13 +231,14 @@ class Backward(Layout):
         }
 
     def tile_facts(self, note: NDArray[np.int32], facts: Facts) -> dict[str, int]:
-        head_kv, batch, first_key, *_ = note.tolist()
-        return {"batch": batch, "head_kv": head_kv, "first_key": first_key}
+        first_head, _, batch, first_key, *_ = note.tolist()
+        group = facts["workload"]["heads_q"] // facts["workload"]["heads_kv"]
+        return {"batch": batch, "head_kv": first_head // group, "first_key": first_key}
 
     def step_facts(self, note: NDArray[np.int32], step: int, facts: Facts) -> dict[str, int]:
         notes = note[None]
         blocks = int(self.note(notes, "end")[0] - self.note(notes, "begin")[0])
-        head = int(note[0]) * self._group(facts) + int(step) // max(blocks, 1)
+        head = int(note[0]) + int(step) // max(blocks, 1)
         return {"head": head, "query_block": int(self._blocks(notes, 0, int(step)))}
 
 
