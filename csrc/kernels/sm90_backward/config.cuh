@@ -148,11 +148,68 @@ constexpr int64_t blocks_of_tile(const ForwardParams& p, const BackwardTile& t, 
   return std::min(blocks, ceil_div(seen, t.block_m));
 }
 
-// The parts with which the call takes the least time. Tiles that are alike run in waves over the
-// SMs: the last one, which may be the only one, is shorter with parts. Where later keys are hidden,
-// the longest tiles come first and the others fill the gaps: the call takes as long as its longest
-// tile, or as all tiles on all SMs. Few tiles have parts then, all of them. So have few tiles of a
-// packed batch, whose sequences are taken to be alike, but for the longest one.
+// What the estimate of a call's time knows of it.
+struct TileWork {
+  const BackwardTile& tile;
+  bool packed, causal, deterministic;
+  int64_t slots;    // SMs, or clusters
+  int64_t group;    // query heads of a key head
+  int64_t tiles;    // numbers of tiles
+  int64_t runs;     // tiles: in a packed batch of sequences that are alike, fewer
+  int64_t longest;  // blocks of queries of the longest tile
+  int64_t average;  // the same of a sequence of mean length
+  int64_t steps;    // causal: blocks of one query head of all tiles
+
+  // Of one tile or part, in tenths of a microsecond.
+  constexpr int64_t time_of(int64_t blocks) const {
+    return blocks * tile.step_time + tile.tile_time;
+  }
+};
+
+constexpr TileWork tile_work(const ForwardParams& p, const BackwardTile& t, int sms,
+                             bool deterministic) {
+  const int64_t batch = std::max(p.batch, 1), heads = p.heads_kv;
+  TileWork w{t, p.packed(), is_causal(p), deterministic};
+  w.slots = std::max(sms / (t.wide() ? kWideRanks : 1), 1);
+  w.group = heads > 0 ? p.heads_q / heads : p.heads_q;
+  w.tiles = key_tiles(p, t);
+  w.runs = w.packed ? heads * batch * ceil_div(p.total_k / batch, t.block_n) : w.tiles;
+  w.longest = blocks_of_tile(p, t, p.seqlen_q);
+  w.average = w.packed ? blocks_of_tile(p, t, p.total_q / batch) : w.longest;
+  if (w.causal) {
+    w.steps = w.packed ? w.runs * w.average / 2 : causal_steps(p, t) * p.batch * heads;
+  }
+  return w;
+}
+
+// The time of a call whose last `split` tiles have parts, in tenths of a microsecond. Tiles that
+// are alike run in waves over the SMs. Where later keys are hidden, the longest tiles come first
+// and the others fill the gaps: the call takes as long as its longest tile, or as all tiles on all
+// SMs. The sequences of a packed batch are taken to be alike, but for the longest one.
+constexpr int64_t call_time(const TileWork& w, bool have_heads, int64_t split, int64_t parts) {
+  constexpr int64_t kSumTime = 40, kSumBytes = 350000;  // of the sum of parts: 4 us, 3.5 TB/s
+  const int64_t heads = have_heads ? ceil_div(w.group, parts) : w.group;
+  int64_t part = w.time_of((have_heads ? w.longest : ceil_div(w.longest, parts)) * heads);
+  if (have_heads && w.deterministic) part += part / 16;  // waits for turns
+  const int64_t units = w.packed ? w.runs * parts : split * parts;
+  const int64_t bytes = units * TileParts::bytes_of_part(w.tile);
+  const int64_t sum = split > 0 ? kSumTime + bytes / kSumBytes : 0;
+  if (w.causal) {
+    // Parts with fewer heads than others leave SMs idle, by half of what these lack. The tiles of a
+    // packed batch come longest first within a sequence alone.
+    const int64_t twice = w.group + (have_heads ? parts * heads : w.group);
+    const int64_t all = w.steps * twice * w.tile.step_time / 2 + w.runs * parts * w.tile.tile_time;
+    return std::max(part, all / w.slots + (w.packed ? part / 2 : 0)) + sum;
+  }
+  if (w.packed) {
+    return std::max(part, ceil_div(units, w.slots) * w.time_of(w.average * heads)) + sum;
+  }
+  return ceil_div(w.tiles - split, w.slots) * w.time_of(w.longest * w.group) +
+         ceil_div(units, w.slots) * part + sum;
+}
+
+// The parts with which the call takes the least time: of tiles that are alike, of the last wave,
+// which may be the only one; of others, of all tiles, if there are few.
 //
 // Parts of heads take turns as tiles of these heads would, and start as they do. Parts of blocks
 // would wait for the first parts of other tiles: deterministic causal calls have none. Nor have
@@ -160,53 +217,30 @@ constexpr int64_t blocks_of_tile(const ForwardParams& p, const BackwardTile& t, 
 constexpr TileParts split_tiles(const ForwardParams& p, const BackwardTile& t, int sms,
                                 bool deterministic) {
   constexpr int64_t kMost = 16, kWaves = 2, kCausalWaves = 4, kCausalBlocks = 4;
-  constexpr int64_t kSumTime = 40, kSumBytes = 350000;  // of the sum of parts: 4 us, 3.5 TB/s
-  const bool packed = p.packed(), causal = is_causal(p);
-  const int64_t slots = std::max(sms / (t.wide() ? kWideRanks : 1), 1), tiles = key_tiles(p, t);
-  const int64_t group = p.heads_q / std::max(p.heads_kv, 1), batch = std::max(p.batch, 1);
-  const int64_t longest = blocks_of_tile(p, t, p.seqlen_q);
-  const int64_t average = packed ? blocks_of_tile(p, t, p.total_q / batch) : longest;
-  // A packed batch may have fewer tiles than numbers of tiles.
-  const int64_t runs = packed ? p.heads_kv * batch * ceil_div(p.total_k / batch, t.block_n) : tiles;
-  const int64_t steps = packed   ? runs * average / 2
-                        : causal ? causal_steps(p, t) * p.batch * p.heads_kv
-                                 : 0;
-  const auto of_tile = [&](int64_t count) { return count * t.step_time + t.tile_time; };
-  const auto time_of = [&](bool have_heads, int64_t split, int64_t parts) {
-    const int64_t heads = have_heads ? ceil_div(group, parts) : group;
-    int64_t part = of_tile((have_heads ? longest : ceil_div(longest, parts)) * heads);
-    if (have_heads && deterministic) part += part / 16;  // waits for turns
-    const int64_t units = packed ? runs * parts : split * parts;
-    const int64_t sum = split > 0 ? kSumTime + units * TileParts::bytes_of_part(t) / kSumBytes : 0;
-    if (causal) {
-      // Parts with fewer heads than others leave SMs idle, by half of what these lack. The tiles of
-      // a packed batch come longest first within a sequence alone.
-      const int64_t twice = group + (have_heads ? parts * heads : group);
-      const int64_t all = steps * twice * t.step_time / 2 + runs * parts * t.tile_time;
-      return std::max(part, all / slots + (packed ? part / 2 : 0)) + sum;
-    }
-    if (packed) return std::max(part, ceil_div(units, slots) * of_tile(average * heads)) + sum;
-    return ceil_div(tiles - split, slots) * of_tile(longest * group) +
-           ceil_div(units, slots) * part + sum;
-  };
-  TileParts best{tiles, 0, 1, time_of(false, 0, 1), false};
-  const int64_t split = causal || packed ? tiles : tiles % slots;
-  const int64_t waves = causal || packed ? kCausalWaves : kWaves;
-  const auto try_parts = [&](bool have_heads, int64_t most_parts, int64_t most_time) {
+  const TileWork w = tile_work(p, t, sms, deterministic);
+  const bool differ = w.causal || w.packed;
+  const int64_t split = differ ? w.tiles : w.tiles % w.slots;
+  const int64_t most_units = w.slots * (differ ? kCausalWaves : kWaves);
+  const int64_t whole = call_time(w, false, 0, 1);
+  TileParts best{w.tiles, 0, 1, whole, false};
+  // Parts must save this share of a whole tile.
+  const auto try_parts = [&](bool have_heads, int64_t most_parts, int64_t share) {
+    const int64_t most_time = whole - w.time_of(w.longest * w.group) / share;
     for (int64_t parts = 2; parts <= std::min(kMost, most_parts) && split > 0; ++parts) {
-      if ((packed ? runs : split) * parts > slots * waves) break;
-      const int64_t time = time_of(have_heads, split, parts);
+      if ((w.packed ? w.runs : split) * parts > most_units) break;
+      const int64_t time = call_time(w, have_heads, split, parts);
       if (time < std::min(best.time, most_time)) {
-        best = {tiles - split, split, static_cast<int>(parts), time, have_heads};
+        best = {w.tiles - split, split, static_cast<int>(parts), time, have_heads};
       }
     }
   };
-  // Parts must save a thirtieth of a whole tile; where they wait for turns, an eighth.
-  const int64_t whole = of_tile(longest * group), time = best.time;
-  if (causal || packed) try_parts(true, group, time - whole / 30);
-  if (packed || (causal && deterministic)) return best;
-  try_parts(false, causal && group > 1 ? longest / kCausalBlocks : longest,
-            time - whole / (deterministic ? 8 : 30));
+  if (differ) try_parts(true, w.group, 30);
+  if (w.packed || (w.causal && deterministic)) return best;
+  // Short parts of a causal tile differ by half in their blocks, which the estimate does not see.
+  // Where heads can be shared out instead, parts of blocks have at least kCausalBlocks. With turns
+  // they wait for each other.
+  try_parts(false, w.causal && w.group > 1 ? w.longest / kCausalBlocks : w.longest,
+            deterministic ? 8 : 30);
   return best;
 }
 
