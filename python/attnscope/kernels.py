@@ -128,7 +128,7 @@ class Call(NamedTuple):
         softcap: 0 for none.
         sms: streaming multiprocessors of the device.
         capability: its compute capability, 10 * major + minor.
-        deterministic: whether gradients must have the same bits every time.
+        deterministic: whether gradients must have the same bits every time. It changes no forward.
     """
 
     head_dim: int
@@ -164,8 +164,8 @@ def choose_backward(call: Call) -> dict[str, Any]:
 
     Both ops take the Hopper kernels by the same rule. `tiles` are of keys. Hopper kernels split the
     last `split_tiles` of them in `parts` each, which have some of their `parts_of`: queries, or
-    query heads. A call that takes heads whole
-    (docs/kernels/sm90_backward.md) may have fewer thread blocks, and has no parts.
+    query heads. A call that takes heads whole (docs/kernels/sm90_backward.md) may have fewer thread
+    blocks, and has no parts.
     """
     return _choose("choose_backward", call)
 

@@ -232,58 +232,55 @@ def choice_of(
     return choose_backward(call)
 
 
+def checked_choice(
+    shape: tuple[int, ...], deterministic: bool = False, **options: Any
+) -> dict[str, Any]:
+    """The choice of Hopper's kernels for a call, whose gradients are right in any case."""
+    target = make_target("cuda-sm90", BF16)
+    qkv = target.qkv(*shape)
+    assert_match_with_and_without_turns(target, *qkv, **options)
+    return choice_of(*qkv, **options, deterministic=deterministic)
+
+
+def slots_of(choice: dict[str, Any]) -> int:
+    """Thread blocks, or clusters, that the device runs at once."""
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    return sms // choice["tile"]["cluster"]
+
+
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", PARTS)
 def test_parts_of_few_tiles(name, mask):
     """Hopper: thread blocks that share a tile add up their dK and dV, always in one order."""
-    target = make_target("cuda-sm90", BF16)
-    qkv = target.qkv(*PARTS[name])
-    parts = choice_of(*qkv, **MASKS[mask])["parts"]
+    parts = checked_choice(PARTS[name], **MASKS[mask])["parts"]
     assert (parts == 1) == (mask in SAVES_TOO_LITTLE.get(name, ()))
-    assert_match_with_and_without_turns(target, *qkv, **MASKS[mask])
 
 
 @pytest.mark.parametrize("name", SPLITS_WAVES)
 def test_parts_of_the_last_wave(name):
-    target = make_target("cuda-sm90", BF16)
-    qkv = target.qkv(*SPLITS_WAVES[name])
-    assert choice_of(*qkv)["parts"] > 1
-    assert_match_with_and_without_turns(target, *qkv)
+    assert checked_choice(SPLITS_WAVES[name])["parts"] > 1
 
 
 @pytest.mark.parametrize("name", SPLITS_LONGEST)
 def test_parts_of_more_causal_tiles_than_sms(name):
-    target = make_target("cuda-sm90", BF16)
-    qkv = target.qkv(*SPLITS_LONGEST[name])
-    choice = choice_of(*qkv, causal=True)
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
-    assert choice["split_tiles"] == choice["tiles"] > sms // choice["tile"]["cluster"]
-    assert_match_with_and_without_turns(target, *qkv, causal=True)
+    choice = checked_choice(SPLITS_LONGEST[name], causal=True)
+    assert choice["split_tiles"] == choice["tiles"] > slots_of(choice)
 
 
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
 @pytest.mark.parametrize("name", PARTS_OF_HEADS)
 def test_parts_of_query_heads(name, softcap):
     """Hopper: one or several waves of parts, and parts with fewer heads than others."""
-    target = make_target("cuda-sm90", BF16)
-    qkv = target.qkv(*PARTS_OF_HEADS[name])
-    options = {"causal": True, "softcap": softcap}
-    choice = choice_of(*qkv, **options, deterministic=True)
+    choice = checked_choice(PARTS_OF_HEADS[name], deterministic=True, causal=True, softcap=softcap)
     assert (choice["parts"] > 1, choice["parts_of"]) == (True, "query heads")
-    assert_match_with_and_without_turns(target, *qkv, **options)
 
 
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
 @pytest.mark.parametrize("name", ALTERNATES)
 def test_turns_that_ascend_and_descend(name, softcap):
     """Hopper: causal calls with more tiles than fit at once; an odd number of heads too."""
-    target = make_target("cuda-sm90", BF16)
-    qkv = target.qkv(*ALTERNATES[name])
-    options = {"causal": True, "softcap": softcap}
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
-    choice = choice_of(*qkv, **options)
-    assert choice["tiles"] > sms // choice["tile"]["cluster"]
-    assert_match_with_and_without_turns(target, *qkv, **options)
+    choice = checked_choice(ALTERNATES[name], causal=True, softcap=softcap)
+    assert choice["tiles"] > slots_of(choice)
 
 
 def packed_call(

@@ -160,7 +160,11 @@ struct TileWork {
   int64_t average;  // the same of a sequence of mean length
   int64_t steps;    // causal: blocks of one query head of all tiles
 
-  // Of one tile or part, in tenths of a microsecond.
+  // Parts of the last `split` tiles that run.
+  constexpr int64_t units(int64_t split, int64_t parts) const {
+    return (packed ? runs : split) * parts;
+  }
+  // The time of one tile or part, in tenths of a microsecond.
   constexpr int64_t time_of(int64_t blocks) const {
     return blocks * tile.step_time + tile.tile_time;
   }
@@ -191,7 +195,7 @@ constexpr int64_t call_time(const TileWork& w, bool have_heads, int64_t split, i
   const int64_t heads = have_heads ? ceil_div(w.group, parts) : w.group;
   int64_t part = w.time_of((have_heads ? w.longest : ceil_div(w.longest, parts)) * heads);
   if (have_heads && w.deterministic) part += part / 16;  // waits for turns
-  const int64_t units = w.packed ? w.runs * parts : split * parts;
+  const int64_t units = w.units(split, parts);
   const int64_t bytes = units * TileParts::bytes_of_part(w.tile);
   const int64_t sum = split > 0 ? kSumTime + bytes / kSumBytes : 0;
   if (w.causal) {
@@ -227,7 +231,7 @@ constexpr TileParts split_tiles(const ForwardParams& p, const BackwardTile& t, i
   const auto try_parts = [&](bool have_heads, int64_t most_parts, int64_t share) {
     const int64_t most_time = whole - w.time_of(w.longest * w.group) / share;
     for (int64_t parts = 2; parts <= std::min(kMost, most_parts) && split > 0; ++parts) {
-      if ((w.packed ? w.runs : split) * parts > most_units) break;
+      if (w.units(split, parts) > most_units) break;
       const int64_t time = call_time(w, have_heads, split, parts);
       if (time < std::min(best.time, most_time)) {
         best = {w.tiles - split, split, static_cast<int>(parts), time, have_heads};

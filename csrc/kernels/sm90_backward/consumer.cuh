@@ -289,8 +289,7 @@ class BackwardConsumer {
     block = ptx::uniform(tile->start);
     const int seqlen_q = ptx::uniform(tile->seqlen_q);
     ragged_block = a.packed && seqlen_q % kBlockM != 0 ? seqlen_q / kBlockM : -1;
-    const int heads_of_tile = head_count<Config>(a, *tile);
-    last += (end - begin) * (Config::kParts ? ptx::uniform(heads_of_tile) : heads_of_tile);
+    last += (end - begin) * uniform_head_count<Config>(a, *tile);
     return ptx::uniform(tile->rows) != 0;
   }
 

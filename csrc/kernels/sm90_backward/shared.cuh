@@ -196,6 +196,13 @@ __device__ __forceinline__ int head_count(const BackwardArguments& a, const KeyT
   return Config::kParts ? t.end_head - t.first_head : a.group;
 }
 
+// The same on the uniform datapath. Warp-converged.
+template <class Config>
+__device__ __forceinline__ int uniform_head_count(const BackwardArguments& a, const KeyTile& t) {
+  const int heads = head_count<Config>(a, t);
+  return Config::kParts ? ptx::uniform(heads) : heads;
+}
+
 // The place of the first block of queries of tile `t`'s sequence, in its first head.
 template <class Config>
 __device__ __forceinline__ int first_place(const BackwardArguments& a, const KeyTile& t) {

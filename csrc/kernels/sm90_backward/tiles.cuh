@@ -19,8 +19,8 @@ __device__ __forceinline__ Tile find_tile(const BackwardArguments& a, int index)
   return {descend ? tile.m_block : a.order.m_blocks - 1 - tile.m_block, tile.head};
 }
 
-// Describes tile number `block` of the key head `head` of the batch, but for its direction: one
-// lane for each consumer's blocks, one for the rest. Warp-converged.
+// Describes tile number `block` of the key head `head` of the batch, but for its direction, which
+// is there before: one lane for each consumer's blocks, one for the rest. Warp-converged.
 template <class Config>
 __device__ __forceinline__ void describe_tile(const BackwardArguments& a, int head, int block,
                                               KeyTile& t) {

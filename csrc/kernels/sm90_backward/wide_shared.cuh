@@ -161,8 +161,7 @@ class WideRole {
     full_begin = ptx::uniform(t.consumer[rank].full_begin);
     full_end = ptx::uniform(t.consumer[rank].full_end);
     block = start;
-    const int heads = head_count<Config>(a, t);
-    steps = (end - begin) * (Config::kParts ? ptx::uniform(heads) : heads);
+    steps = (end - begin) * uniform_head_count<Config>(a, t);
     return ptx::uniform(t.rows) != 0;
   }
 

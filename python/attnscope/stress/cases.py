@@ -74,8 +74,8 @@ def all_cases(mode: str = "forward") -> Iterator[Case]:
         # More causal tiles than fit the SMs at once: turns ascend in every other section of heads.
         yield case(2, 1100, 1100, 30, 30, 64, causal=True)
         yield case(1, 4200, 4200, 5, 5, causal=True)
+        lengths = ((2100, 2200), (65, 65), (0, 9), (700, 300))
         for head_dim in (64, 128, 256):
-            lengths = ((2100, 2200), (65, 65), (0, 9), (700, 300))
             yield case(heads_q=14, heads_kv=7, head_dim=head_dim, seqlens=lengths, causal=True)
         # Parts of a tile that have query heads, some more than others.
         yield case(1, 2100, 2100, 14, 2, causal=True)
