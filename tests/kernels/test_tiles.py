@@ -274,10 +274,19 @@ static_assert(section_of_packed(16, 8, 2048, 16384, true) == 8, "one wave of 16 
 static_assert(section_of_packed(16, 8, 2048, 16384, false) == 1);
 static_assert(section_of_packed(7, 8, 2048, 16384, true) == 7, "952 tiles");
 static_assert(section_of_packed(7, 8, 2048, 16384, false) == 7);
-static_assert(section_of_packed(16, 8, 2048, 16384, true, true) == 16, "sequences are alike");
-static_assert(section_of_packed(15, 8, 4096, 16384, true, true) == 8, "two sections");
-static_assert(section_of_packed(15, 8, 4096, 16384, false, true) == 15);
-static_assert(section_of_packed(2, 1, 1024, 1024, true, true) == 1, "one sequence");
+static_assert(section_of_packed(16, 8, 2048, 16384, false, true) == 16);
+static_assert(section_of_packed(14, 1, 4096, 4096, true, true) == 7, "one sequence");
+static_assert(section_of_packed(14, 1, 4096, 4096, false, true) == 14);
+constexpr int section_of_sequence(int heads, int blocks) {
+  return sm90::section_of_sequence(blocks, heads, 132);
+}
+static_assert(section_of_sequence(8, 32) == 4, "two sections of 128 tiles");
+static_assert(section_of_sequence(8, 24) == 8, "192 tiles are less than one and a half waves");
+static_assert(section_of_sequence(8, 25) == 4);
+static_assert(section_of_sequence(14, 32) == 7, "two sections, since four differ");
+static_assert(section_of_sequence(15, 32) == 4, "sections of 4, 4, 4 and 3 heads");
+static_assert(section_of_sequence(16, 64) == 2, "eight sections");
+static_assert(section_of_sequence(4, 256) == 1 && section_of_sequence(1, 256) == 1);
 // Parts of the last tiles of a call, and how many thread blocks those are.
 constexpr int64_t parts(int row, int seqlen, int heads, int group, int sms = 132,
                         int window = -1, bool causal = false, bool deterministic = false) {

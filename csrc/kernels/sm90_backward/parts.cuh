@@ -35,13 +35,14 @@ __device__ __forceinline__ int tile_of(const BackwardArguments& a, int unit) {
   return is_whole ? unit : a.whole_tiles + (unit - a.whole_tiles) / a.parts;
 }
 
-// The key head of a tile of `order`, where each part of a key head's query heads is a head.
-__device__ __forceinline__ int take_heads(const BackwardArguments& a, const Tile& tile, bool stores,
-                                          KeyTile& t) {
-  const int head = tile.head / a.parts;
+// The key head of tile `block` of a head of `order`, where each part of a key head's query heads is
+// a head.
+__device__ __forceinline__ int take_heads(const BackwardArguments& a, int block, int order_head,
+                                          bool stores, KeyTile& t) {
+  const int head = order_head / a.parts;
   if (stores) {
-    t.split = head * a.order.m_blocks + tile.m_block;
-    t.part = tile.head - head * a.parts.divisor;
+    t.split = head * a.order.m_blocks + block;
+    t.part = order_head - head * a.parts.divisor;
   }
   return head;
 }

@@ -11,6 +11,7 @@
 #include "attn/tensor_map.h"
 #include "attn/tile_order.cuh"
 #include "kernels/sm90_backward/config.cuh"
+#include "kernels/sm90_backward/order.h"
 #include "ptx/address.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/named_barrier.cuh"
@@ -174,11 +175,15 @@ struct BackwardArguments {
   bool parts_have_heads;  // and all blocks; otherwise blocks, and all heads
   float* statistics;
   float* gradient;
-  int* tickets;     // null unless deterministic
-  int turn_mask;    // a turn is one block of queries: 0; two, the first one even: 1
-  bool alternates;  // turns ascend in every other section of heads, see Turns
-  float* partial;   // dV and dK of parts
-  int* claims;      // null if the preprocess zeroes dQ, or if heads are whole; see claims.cuh
+  int* tickets;      // null unless deterministic
+  int turn_mask;     // a turn is one block of queries: 0; two, the first one even: 1
+  bool alternates;   // turns ascend in every other section of heads, see Turns
+  bool by_sequence;  // packed: sequences come one after the other, see Turns
+  int slots;         // SMs or clusters
+  int taken;  // tiles or parts before those of the counter: without turns, each thread block's or
+              // cluster's first one
+  float* partial;  // dV and dK of parts
+  int* claims;     // null if the preprocess zeroes dQ, or if heads are whole; see claims.cuh
   int* counter;
 };
 

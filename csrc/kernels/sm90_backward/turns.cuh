@@ -11,6 +11,11 @@
 // Who had a short tile takes a long one. It starts earlier than the next key block of its head, and
 // stays ahead of it.
 //
+// In a packed batch the sequences come one after the other. If the tiles of a sequence fill the SMs
+// one and a half times, its heads come in sections of both directions. If they fill three quarters
+// of the SMs, the sequence is a section itself, and ascends if the tiles before it fill the SMs an
+// odd number of times. Tiles of a shorter one descend: those of the next fill the gaps at its end.
+//
 // One thread waits for the turns, ahead of who adds dQ. Who waits for the ticket, and then for its
 // own additions, has little time left for dQ.
 //

@@ -47,8 +47,8 @@ const char* check_parts(const BackwardArguments& a) {
     const int tiles = a.order.tiles();
     for (int split = 0; split < tiles - a.whole_tiles; ++split) {
       const int first = a.whole_tiles + split * a.parts.divisor;
-      const Tile tile = find_tile(a, a.whole_tiles + split);
-      describe_tile<Config>(a, tile.head, tile.m_block, whole);
+      const FoundTile tile = find_tile(a, a.whole_tiles + split);
+      describe_tile<Config>(a, tile.head, tile.block, whole);
       __syncwarp();
       int end = whole.begin;
       for (int part = 0; part < a.parts.divisor; ++part) {
@@ -143,6 +143,8 @@ const char* check(const Call& c, int section, int turn_mask, const Shares& share
   a.tickets = &ticket;
   a.turn_mask = turn_mask;
   a.alternates = alternates;
+  a.by_sequence = packed && alternates;
+  a.slots = section * 7;  // sections of few heads, or of all
   const int tiles = key_blocks * c.heads_kv;
   a.whole_tiles = shares.have_heads ? 0 : parts > 1 ? tiles / 2 : tiles;
   a.parts = Divisor::of(parts);
@@ -155,13 +157,16 @@ const char* check(const Call& c, int section, int turn_mask, const Shares& share
 
   std::vector<int> added(static_cast<size_t>(heads_q) * a.query_blocks), stored(added.size());
   const char* wrong = nullptr;
+  int64_t rows = 0;  // of all tiles and parts
   KeyTile t;
   emulator::launch(1, 32, 1, [&] {
     for (int index = 0; index < units; ++index) {
       describe(index, t);
+      if (threadIdx.x == 0 && t.begin < t.end) rows += t.rows;
       const int key_head = (packed ? 0 : t.batch * c.heads_kv) + t.head_kv;
       const int order_head = shares.have_heads ? key_head * parts + t.part : key_head;
-      const bool ascends = alternates && order_head / section % 2 != 0;
+      const bool ascends = packed ? t.direction < 0 : alternates && order_head / section % 2 != 0;
+      if (ascends && !alternates) wrong = "turns of a call go both ways";
       for (int head = t.first_head; threadIdx.x == 0 && t.rows > 0 && head < t.end_head; ++head) {
         if (t.direction != (ascends ? -1 : 1)) wrong = "turns of a section go the other way";
         int next = ascends ? t.end - 1 : t.begin;
@@ -198,13 +203,14 @@ const char* check(const Call& c, int section, int turn_mask, const Shares& share
   if (const char* of_parts = check_shares(a); of_parts != nullptr) return of_parts;
 
   a.tickets = nullptr;
-  a.alternates = false;
+  a.alternates = a.by_sequence = false;
   if (const char* of_parts = check_shares(a); of_parts != nullptr) return of_parts;
   const bool is_full = c.left < 0 && c.right < 0, has_room = packed || c.seqlen_q >= c.seqlen_k;
   std::vector<int> starts(added.size());
   emulator::launch(1, 32, 1, [&] {
     for (int index = 0; index < units; ++index) {
       describe(index, t);
+      if (threadIdx.x == 0 && t.begin < t.end) rows -= t.rows;
       if (threadIdx.x == 0 && t.rows > 0 && t.begin < t.end) {
         if (t.start < t.begin || t.start >= t.end) wrong = "a tile starts outside of its blocks";
         if (c.right >= 0 && t.start != t.begin) wrong = "a masked tile does not start at its first";
@@ -216,6 +222,8 @@ const char* check(const Call& c, int section, int turn_mask, const Shares& share
       __syncwarp();
     }
   });
+  const bool cuts_alike = parts == 1 || shares.have_heads;  // turns move the cuts of others
+  if (cuts_alike && rows != 0 && wrong == nullptr) wrong = "with turns, other tiles come";
   return wrong;
 }
 
