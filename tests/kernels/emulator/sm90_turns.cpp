@@ -32,7 +32,7 @@ struct Shares {
   bool have_heads = false;
 };
 
-long g_turns, g_parts, g_heads, g_ascending;
+long g_turns, g_parts, g_heads, g_ascending, g_ascending_packed;
 int g_loads;  // of a ticket
 
 int blocks_of(int rows, int block) { return (rows + block - 1) / block; }
@@ -190,6 +190,7 @@ const char* check(const Call& c, int section, int turn_mask, const Shares& share
           ++count;
           ++g_turns;
           g_ascending += ascends;
+          g_ascending_packed += ascends && packed;
         }
         if (t.begin < t.end && t.block_after(ascends ? t.begin : t.end - 1) != t.start) {
           wrong = "the next head starts at another block";
@@ -292,6 +293,7 @@ int main() {
       }
     }
   }
-  std::printf("%ld turns in order, %ld of them ascending, %ld parts, %ld heads of parts\n", g_turns,
-              g_ascending, g_parts, g_heads);
+  std::printf("%ld turns in order, %ld of them ascending, %ld in packed calls; ", g_turns,
+              g_ascending, g_ascending_packed);
+  std::printf("%ld parts, %ld heads of parts\n", g_parts, g_heads);
 }
