@@ -275,14 +275,12 @@ static_assert(section_of_packed(16, 8, 2048, 16384, false) == 1);
 static_assert(section_of_packed(7, 8, 2048, 16384, true) == 7, "952 tiles");
 static_assert(section_of_packed(7, 8, 2048, 16384, false) == 7);
 static_assert(section_of_packed(16, 8, 2048, 16384, false, true) == 16);
-static_assert(section_of_packed(14, 1, 4096, 4096, true, true) == 7, "one sequence");
-static_assert(section_of_packed(14, 1, 4096, 4096, false, true) == 14);
 constexpr int section_of_sequence(int heads, int blocks) {
   return sm90::section_of_sequence(blocks, heads, 132);
 }
 static_assert(section_of_sequence(8, 32) == 4, "two sections of 128 tiles");
-static_assert(section_of_sequence(8, 24) == 8, "192 tiles are less than one and a half waves");
-static_assert(section_of_sequence(8, 25) == 4);
+static_assert(section_of_sequence(8, 27) == 8, "216 tiles are less than five thirds of a wave");
+static_assert(section_of_sequence(8, 28) == 4);
 static_assert(section_of_sequence(14, 32) == 7, "two sections, since four differ");
 static_assert(section_of_sequence(15, 32) == 4, "sections of 4, 4, 4 and 3 heads");
 static_assert(section_of_sequence(16, 64) == 2, "eight sections");

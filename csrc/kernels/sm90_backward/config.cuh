@@ -279,9 +279,16 @@ constexpr BackwardChoice choose_backward(const ForwardParams& p, int sms, bool d
 //   tickets     deterministic calls: how many key blocks have added, see turns.cuh
 //   claims      up to head dim 128: whether the first part of dQ is stored, see claims.cuh
 //   parts       of tiles with parts: dV and dK in fp32, see parts.cuh
+//   tile_list   see lists_tiles
 struct BackwardWorkspace {
-  int64_t statistics, gradient, tickets, claims, parts, counter, bytes;
+  int64_t statistics, gradient, tickets, claims, parts, tile_list, counter, bytes;
 };
+
+// Whether the preprocess lists the tiles, see tile_list.cuh.
+constexpr bool lists_tiles(const BackwardParams& params) {
+  const ForwardParams& p = params.forward;
+  return params.deterministic && p.packed() && is_causal(p);
+}
 
 inline BackwardWorkspace backward_layout(const BackwardParams& params,
                                          const BackwardChoice& choice) {
@@ -295,7 +302,8 @@ inline BackwardWorkspace backward_layout(const BackwardParams& params,
   w.tickets = w.gradient + aligned(blocks * t.block_m * t.head_dim * 4);
   w.claims = w.tickets + aligned(params.deterministic ? blocks * 4 : 0);
   w.parts = w.claims + aligned(t.wide() ? 0 : blocks * 4);
-  w.counter = w.parts + aligned(choice.split.bytes(t));
+  w.tile_list = w.parts + aligned(choice.split.bytes(t));
+  w.counter = w.tile_list + aligned(lists_tiles(params) ? choice.split.units() * 8 : 0);
   w.bytes = w.counter + 256;
   return w;
 }

@@ -190,7 +190,6 @@ class BackwardConsumer {
       }
     }
     staged = true;
-    if (a.tickets != nullptr) pass_on_query_gradient(step);
   }
 
   // dQ of a step, to the writer, unless that was done.

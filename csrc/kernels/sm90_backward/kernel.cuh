@@ -21,19 +21,19 @@
 #include "kernels/sm90_backward/producer.cuh"
 #include "kernels/sm90_backward/scheduler.cuh"
 #include "kernels/sm90_backward/shared.cuh"
-#include "kernels/sm90_backward/turns.cuh"
+#include "kernels/sm90_backward/turn_writers.cuh"
 #include "kernels/sm90_backward/writer.cuh"
 
 namespace attnscope::sm90 {
 
 template <class Config>
-__device__ __forceinline__ void init_barriers(BackwardShared<Config>& s) {
+__device__ __forceinline__ void init_barriers(BackwardShared<Config>& s, int writers) {
   const auto init = [](uint64_t& barrier, int arrivals) {
     ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
   };
   constexpr int kWarps = 4 * Config::kConsumers, kArrivals = kWarps * kWarpArrivals;
   for (uint64_t& barrier : s.tile_full) init(barrier, kWarpArrivals);
-  for (uint64_t& barrier : s.tile_empty) init(barrier, kArrivals + 2);
+  for (uint64_t& barrier : s.tile_empty) init(barrier, kArrivals + 1 + writers);
   init(s.tile_wanted, 1);
   for (uint64_t& barrier : s.k_full) init(barrier, 1);
   for (uint64_t& barrier : s.k_empty) init(barrier, kArrivals);
@@ -46,8 +46,7 @@ __device__ __forceinline__ void init_barriers(BackwardShared<Config>& s) {
   for (uint64_t& barrier : s.ds_empty) init(barrier, 4 * kWarpArrivals);
   for (uint64_t& barrier : s.dq_full) init(barrier, 4 * kWarpArrivals);
   for (uint64_t& barrier : s.dq_empty) init(barrier, 1);
-  init(s.turn_full, 1);
-  init(s.turn_empty, 1);
+  for (uint64_t& barrier : s.dq_taken) init(barrier, 1);
   init(s.dq_done, 1);
   ptx::fence_mbarrier_init();
   init_late_loads(s);
@@ -59,7 +58,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ __align__(1024) char shared_memory[];
   auto& s = *reinterpret_cast<BackwardShared<Config>*>(shared_memory);
 
-  if (threadIdx.x == 0) init_barriers<Config>(s);
+  if (threadIdx.x == 0) init_barriers<Config>(s, a.tickets != nullptr ? 2 : 1);
   Timeline::begin(threadIdx.x == 0);
   __syncthreads();
   const int warp = threadIdx.x / 32;
@@ -69,10 +68,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       schedule<Config>(a, s);
     } else if (threadIdx.x == 0) {
       produce<Config>(a, s);
+    } else if (a.tickets != nullptr && (threadIdx.x == 32 || threadIdx.x == 64)) {
+      write_in_turns<Config>(a, s, threadIdx.x / 64);
     } else if (threadIdx.x == 32) {
       write_query_gradients<Config>(a, s);
-    } else if (threadIdx.x == 64) {
-      if (a.tickets != nullptr) await_turns<Config>(a, s);
 #ifdef ATTNSCOPE_FAULTS
     } else if (threadIdx.x == 80) {
       issue_late_loads(s, [&](const LateLoad& copy) { issue_late_load<Config>(a, s, copy); });

@@ -181,14 +181,11 @@ cudaError_t launch(const BackwardParams& params, RowKernels& kernels, const Back
     post_blocks += static_cast<unsigned>(split.split * kernels.sum_blocks);
   }
   a.slots = slots;
-  a.by_sequence = a.packed && p.batch > 1 && a.tickets != nullptr && first_are_longest;
-  a.alternates = a.by_sequence || (a.tickets != nullptr && first_are_longest && a.tiles > slots &&
-                                   a.order.section < a.order.heads);
-  // Under a causal mask two tiles of a head that run at the same time are 128 queries apart: two
-  // blocks of 64, but not of 80. A tile of many query heads waits for the first one alone.
-  const int tile_heads = a.group / (a.parts_have_heads ? split.parts : 1);
-  const bool are_close = tile.transposes() && a.alternates && tile_heads < 4;
-  a.turn_mask = !tile.wide() && tile.block_m < 128 && p.window_right >= 0 && !are_close ? 1 : 0;
+  if (lists_tiles(params)) {
+    a.tile_list = reinterpret_cast<Tile*>(workspace + w.tile_list);
+  } else if (a.tickets != nullptr && first_are_longest) {
+    a.alternates = a.tiles > slots && a.order.section < a.order.heads;
+  }
   // Zeroes of a small dQ stay in L2, and cost less than the wait for a first part.
   const bool is_small = int64_t{places} * tile.block_m * tile.head_dim <= kZeroedFloats;
   if (!tile.wide() && !a.whole_heads && (params.deterministic || !is_small)) {
@@ -204,9 +201,7 @@ cudaError_t launch(const BackwardParams& params, RowKernels& kernels, const Back
   kernels.pre<<<std::max(places, 1u), kPreprocessThreads, 0, stream>>>(a);
   cudaError_t error = cudaGetLastError();
   if (error == cudaSuccess && tiles > 0) {
-    const int running = std::min(a.tiles, slots);
-    const auto blocks = static_cast<unsigned>(running * kernels.blocks);
-    a.taken = a.tickets != nullptr ? 0 : running;
+    const auto blocks = static_cast<unsigned>(std::min(a.tiles, slots) * kernels.blocks);
     error = launch_kernel(main, blocks, tile.threads(), tile.shared_bytes(), stream, a);
   }
   if (error == cudaSuccess && post_blocks > 0 && !a.whole_heads) {

@@ -49,25 +49,21 @@ constexpr int choose_section_of_turns(const TileOrder& order, int slots, bool wi
 // The same for a packed batch of `order.m_blocks` tiles a head, which come longest first within a
 // sequence alone. Few tiles come with those of all heads: a long one that comes late ends late.
 // Otherwise, if the first ones are the longest, as many heads come together as fill the slots with
-// their tiles of the longest sequence. One sequence with turns is as a dense call. Those of several
-// have sections of their own, see section_of_sequence; if tiles are alike, they come with those of
-// all heads.
+// their tiles of the longest sequence. With turns each sequence has sections of its own, see
+// section_of_sequence; if tiles are alike, they come with those of all heads.
 constexpr int choose_section_of_packed(const TileOrder& order, const ForwardParams& p, int block_n,
                                        int slots, bool deterministic) {
   const int heads = std::max(order.heads, 1), longest = ceil_div(p.seqlen_k, block_n);
-  if (deterministic && p.batch == 1 && is_causal(p)) {
-    return choose_section({longest, heads, heads, 0}, slots, true);
-  }
   if (deterministic || int64_t{heads} * order.m_blocks < int64_t{kFewWaves} * slots) return heads;
   return is_causal(p) ? std::clamp(slots / std::max(longest, 1), 1, heads) : 1;
 }
 
 // The same for a sequence of `blocks` tiles a head, where sequences with turns come one after the
-// other. From one and a half waves on, heads come in an even number of sections, which fill the
-// slots about once each; otherwise all together.
+// other. From five thirds of a wave on, heads come in an even number of sections, which fill the
+// slots about once each; otherwise all together, or see list_tiles.
 ATTNSCOPE_HOST_DEVICE constexpr int section_of_sequence(int blocks, int heads, int slots) {
   const int64_t tiles = int64_t{blocks} * heads;
-  if (2 * tiles < 3 * int64_t{slots}) return heads;
+  if (3 * tiles < 5 * int64_t{slots}) return heads;
   int sections = 2 * static_cast<int>((tiles + slots) / (2 * int64_t{slots}));
   if (sections >= heads) return 1;
   while (heads % 2 == 0 && heads % sections != 0) sections -= 2;

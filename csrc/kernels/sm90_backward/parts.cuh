@@ -15,16 +15,11 @@ struct Part {
   int begin, end;  // blocks of queries
 };
 
-// Part number `part` of the blocks [begin, end). Some are empty if there are few blocks. In a
-// deterministic call blocks that have a turn together stay together, see Turns.
+// Part number `part` of the blocks [begin, end). Some are empty if there are few blocks.
 __device__ __forceinline__ Part part_of(const BackwardArguments& a, int begin, int end, int part) {
   if (a.parts_have_heads) return {begin, end};
-  const int blocks = max(end - begin, 0), parts = a.parts.divisor;
-  const int mask = a.tickets != nullptr ? a.turn_mask : 0;
-  const auto cut = [&](int number) {
-    const int block = begin + blocks * number / a.parts;
-    return number == 0 ? begin : number == parts ? end : max(begin, block & ~mask);
-  };
+  const int blocks = max(end - begin, 0);
+  const auto cut = [&](int number) { return begin + blocks * number / a.parts; };
   return {cut(part), cut(part + 1)};
 }
 
@@ -35,14 +30,13 @@ __device__ __forceinline__ int tile_of(const BackwardArguments& a, int unit) {
   return is_whole ? unit : a.whole_tiles + (unit - a.whole_tiles) / a.parts;
 }
 
-// The key head of tile `block` of a head of `order`, where each part of a key head's query heads is
-// a head.
-__device__ __forceinline__ int take_heads(const BackwardArguments& a, int block, int order_head,
-                                          bool stores, KeyTile& t) {
-  const int head = order_head / a.parts;
+// The key head of a tile of `order`, where each part of a key head's query heads is a head.
+__device__ __forceinline__ int take_heads(const BackwardArguments& a, const Tile& tile, bool stores,
+                                          KeyTile& t) {
+  const int head = tile.head / a.parts;
   if (stores) {
-    t.split = head * a.order.m_blocks + block;
-    t.part = order_head - head * a.parts.divisor;
+    t.split = head * a.order.m_blocks + tile.m_block;
+    t.part = tile.head - head * a.parts.divisor;
   }
   return head;
 }

@@ -4,11 +4,16 @@
 
 #include "attn/nonfinite.cuh"
 #include "kernels/sm90_backward/shared.cuh"
+#include "kernels/sm90_backward/tile_list.cuh"
 #include "ptx/sync.cuh"
 
 namespace attnscope::sm90 {
 
 inline constexpr int kPreprocessThreads = 256;
+
+// Thread blocks of the preprocess on an SM. For more, ptxas spills.
+template <class Config>
+inline constexpr int kPreprocessBlocks = Config::kHeadDim > 128 ? 2 : 4;
 
 // Zeroes the rows of a packed gradient that no sequence covers: before the first one, past the
 // last, and past the longest length of a longer one.
@@ -33,7 +38,7 @@ __device__ __forceinline__ void clear_uncovered_rows(void* data, const Strides& 
 }
 
 template <class Config>
-__global__ void __launch_bounds__(kPreprocessThreads)
+__global__ void __launch_bounds__(kPreprocessThreads, kPreprocessBlocks<Config>)
     backward_preprocess_kernel(const __grid_constant__ BackwardArguments a) {
   using Element = typename Config::Element;
   // The threads of a row, a power of two.
@@ -51,6 +56,7 @@ __global__ void __launch_bounds__(kPreprocessThreads)
                                   p.cu_seqlens_k, p.total_k, p.batch, p.seqlen_k);
     clear_uncovered_rows<Element>(a.params.dv, a.params.dv_stride, p.heads_kv, p.head_dim_v,
                                   p.cu_seqlens_k, p.total_k, p.batch, p.seqlen_k);
+    if (a.tile_list != nullptr) list_tiles(a, Config::kTile.block_n);
   }
   if (blockIdx.x == 0) {
     bool disordered = false;

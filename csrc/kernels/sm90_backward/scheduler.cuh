@@ -90,7 +90,7 @@ __device__ __forceinline__ void schedule(const BackwardArguments& a, BackwardSha
       ptx::await_kernel_before();
     }
     if (ptx::lane() == 0 && (!a.whole_heads || --next.key_block < 0)) {
-      next.index = ptx::atomic_add(a.counter, 1) + a.taken;
+      next.index = ptx::atomic_add(a.counter, 1) + (ordered ? 0 : static_cast<int>(gridDim.x));
       next.key_block = a.order.m_blocks - 1;
     }
     __syncwarp();

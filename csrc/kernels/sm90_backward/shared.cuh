@@ -11,7 +11,6 @@
 #include "attn/tensor_map.h"
 #include "attn/tile_order.cuh"
 #include "kernels/sm90_backward/config.cuh"
-#include "kernels/sm90_backward/order.h"
 #include "ptx/address.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/named_barrier.cuh"
@@ -148,8 +147,8 @@ struct BackwardShared {
   uint64_t empty[kStages];      // all four
   uint64_t ds_full[2], ds_empty[2];
   uint64_t dq_full[Config::kGradientStages], dq_empty[Config::kGradientStages];
-  uint64_t turn_full, turn_empty;  // deterministic calls
-  uint64_t dq_done;                // whole heads: all of a head's dQ is in global memory
+  uint64_t dq_taken[2];  // deterministic calls: the other writer has waited for dQ
+  uint64_t dq_done;      // whole heads: all of a head's dQ is in global memory
 #ifdef ATTNSCOPE_FAULTS
   LateLoad late_load;
 #endif
@@ -175,15 +174,12 @@ struct BackwardArguments {
   bool parts_have_heads;  // and all blocks; otherwise blocks, and all heads
   float* statistics;
   float* gradient;
-  int* tickets;      // null unless deterministic
-  int turn_mask;     // a turn is one block of queries: 0; two, the first one even: 1
-  bool alternates;   // turns ascend in every other section of heads, see Turns
-  bool by_sequence;  // packed: sequences come one after the other, see Turns
-  int slots;         // SMs or clusters
-  int taken;  // tiles or parts before those of the counter: without turns, each thread block's or
-              // cluster's first one
-  float* partial;  // dV and dK of parts
-  int* claims;     // null if the preprocess zeroes dQ, or if heads are whole; see claims.cuh
+  int* tickets;     // null unless deterministic
+  bool alternates;  // dense: turns ascend in every other section of heads, see Turns
+  Tile* tile_list;  // null unless packed, with turns, and later keys are hidden: tile_list.cuh
+  int slots;        // SMs or clusters
+  float* partial;   // dV and dK of parts
+  int* claims;      // null if the preprocess zeroes dQ, or if heads are whole; see claims.cuh
   int* counter;
 };
 

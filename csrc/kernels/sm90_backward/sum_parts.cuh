@@ -15,10 +15,9 @@ inline constexpr int kSumBlocks = Config::kTile.block_n / 16 * Config::kColumnBl
 template <class Config>
 __device__ __forceinline__ void describe_split(const BackwardArguments& a, int split, KeyTile& t) {
   const int head = split / a.order.m_blocks;  // see take_heads
-  const FoundTile tile = a.parts_have_heads
-                             ? FoundTile{split - head * a.order.m_blocks, head, false}
-                             : find_tile(a, a.whole_tiles + split);
-  describe_tile<Config>(a, tile.head, tile.block, t);
+  const Tile tile = a.parts_have_heads ? Tile{split - head * a.order.m_blocks, head}
+                                       : find_tile(a, a.whole_tiles + split);
+  describe_tile<Config>(a, tile.head, tile.m_block, t);
 }
 
 // Stores dV or dK of a piece of a tile with parts, for each warp, by way of 2 KB of shared memory.

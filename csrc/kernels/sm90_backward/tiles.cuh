@@ -6,44 +6,23 @@
 
 namespace attnscope::sm90 {
 
-// A tile's number among those of all sequences, and its head of the order.
-struct FoundTile {
-  int block, head;
-  bool ascends;  // its turns, see Turns
-};
-
-// The tile that comes as number `index`. Tiles with the most queries come first; but last where
-// turns descend.
-__device__ __forceinline__ FoundTile find_tile(const BackwardArguments& a, int index) {
-  const Tile tile = tile_at(a.order, index);
-  const bool ascends = a.alternates && tile.head / a.order.section % 2 != 0;
-  const bool descends = a.tickets != nullptr && !ascends;
-  return {descends ? tile.m_block : a.order.m_blocks - 1 - tile.m_block, tile.head, ascends};
+// Whether turns of head number `head` of the batch ascend.
+__device__ __forceinline__ bool turns_ascend(const BackwardArguments& a, int head) {
+  return a.alternates && head / a.order.section % 2 != 0;
 }
 
-// The same where sequences come one after the other, see Turns. Warp-converged.
-template <class Config>
-__device__ __forceinline__ FoundTile find_tile_of_sequences(const BackwardArguments& a, int index) {
-  const ForwardParams& p = a.params.forward;
-  const int heads = a.order.heads;
-  const int sequence =
-      find_sequence(p.cu_seqlens_k, p.total_k, p.batch, Config::kBlockN, index / heads);
-  const auto first_of = [&](int number) {
-    return number < p.batch ? first_block(p.cu_seqlens_k, p.total_k, number, Config::kBlockN)
-                            : a.order.m_blocks;
-  };
-  const int first = first_of(sequence);
-  const int blocks = max(first_of(sequence + 1) - first, 1);  // at least 1: bounds may descend
-  const int tiles = blocks * heads, section = section_of_sequence(blocks, heads, a.slots);
-  int rest = min(max(index - first * heads, 0), tiles - 1);
-  const int number = rest / (blocks * section), before = number * section;
-  bool ascends = number % 2 != 0;
-  if (section == heads && tiles >= a.slots - a.slots / 4) {
-    ascends = (first * heads + tiles / 2) / a.slots % 2 != 0;
-  }
-  rest -= blocks * before;
-  const int width = min(section, heads - before), row = rest / width;
-  return {first + (ascends ? row : blocks - 1 - row), before + rest - row * width, ascends};
+// The tile that comes as number `index`, and its head. Tiles with the most queries come first; but
+// last where turns descend, see Turns.
+__device__ __forceinline__ Tile find_tile(const BackwardArguments& a, int index) {
+  const Tile tile = tile_at(a.order, index);
+  const bool descend = a.tickets != nullptr && !turns_ascend(a, tile.head);
+  return {descend ? tile.m_block : a.order.m_blocks - 1 - tile.m_block, tile.head};
+}
+
+// The tile of an entry of tile_list. Bounds that descend leave gaps in it, which hold anything.
+__device__ __forceinline__ Tile listed_tile(const BackwardArguments& a, const Tile& entry) {
+  return {min(max(entry.m_block, ~entry.m_block), a.order.m_blocks - 1),
+          min(max(entry.head, 0), a.order.heads - 1)};
 }
 
 // Describes tile number `block` of the key head `head` of the batch, but for its direction, which
@@ -93,7 +72,7 @@ __device__ __forceinline__ void describe_tile(const BackwardArguments& a, int he
                              : sequence * a.dense_queries.divisor;
     t.begin = range.begin;
     t.end = range.end;
-    t.start = a.alternates && t.direction < 0 ? range.end - 1 : range.begin;
+    t.start = t.direction < 0 ? range.end - 1 : range.begin;
     // Tiles that see the same blocks start at different ones: otherwise they wait for each other's
     // first part (claims.cuh), or add to the same addresses at once.
     if (p.window_right < 0 && !a.whole_heads && a.tickets == nullptr) {
@@ -110,17 +89,18 @@ __device__ __forceinline__ void describe_unit(const BackwardArguments& a, const 
                                               int key_block, KeyTile& t) {
   constexpr bool kParts = Config::kParts;
   const bool is_last_lane = ptx::lane() == Config::kConsumers;
-  FoundTile tile{key_block, unit, false};
-  if (a.by_sequence) {
-    tile = find_tile_of_sequences<Config>(a, unit);
-  } else if (!a.whole_heads) {
-    tile = find_tile(a, kParts ? tile_of(a, unit) : unit);
+  Tile tile{key_block, unit};
+  // The direction is stored early: it then takes no register.
+  if (a.tile_list != nullptr) {
+    tile = a.tile_list[unit];
+    if (is_last_lane) t.direction = tile.m_block < 0 ? -1 : 1;
+    tile = listed_tile(a, tile);
+  } else {
+    if (!a.whole_heads) tile = find_tile(a, kParts ? tile_of(a, unit) : unit);
+    if (is_last_lane) t.direction = turns_ascend(a, tile.head) ? -1 : 1;
   }
-  if (is_last_lane) t.direction = tile.ascends ? -1 : 1;  // early: it then takes no register
-  if (kParts && a.parts_have_heads) {
-    tile.head = take_heads(a, tile.block, tile.head, is_last_lane, t);
-  }
-  describe_tile<Config>(a, tile.head, tile.block, t);
+  if (kParts && a.parts_have_heads) tile.head = take_heads(a, tile, is_last_lane, t);
+  describe_tile<Config>(a, tile.head, tile.m_block, t);
   if (kParts && is_last_lane) take_part(a, unit, t);
 }
 

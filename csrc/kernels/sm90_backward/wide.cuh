@@ -75,8 +75,7 @@ __global__ void __cluster_dims__(Config::kRanks, 1, 1) __launch_bounds__(Config:
     if (threadIdx.x / 32 == 3) schedule_wide<Config>(a, s, rank);
     if (threadIdx.x == 0) produce_wide<Config>(a, s, rank);
     if (a.tickets != nullptr && threadIdx.x == 32) pass_turns<Config>(a, s);
-    if (a.tickets != nullptr && threadIdx.x == 64)
-      await_turns<WideTileConfig<Config::kParts>>(a, s);
+    if (a.tickets != nullptr && threadIdx.x == 64) await_turns<Config>(a, s);
 #ifdef ATTNSCOPE_FAULTS
     if (threadIdx.x == 80) {
       issue_late_loads(s, [&](const LateLoad& copy) { issue_late_load<Config>(a, s, rank, copy); });

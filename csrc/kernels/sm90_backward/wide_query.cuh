@@ -172,6 +172,34 @@ class QueryConsumer : WideRole<Config> {
   bool has_turn = false;
 };
 
+// Waits for all turns of a thread block, one after the other, ahead of the QueryConsumer: a warp
+// that waits for the ticket has little time left to add. One thread.
+template <class Config>
+__device__ __forceinline__ void await_turns(const BackwardArguments& a, WideShared<Config>& s) {
+  int turns = 0;
+  ptx::await_kernel_before();
+#pragma unroll 1
+  for (int n = 0;; ++n) {
+    const Slot<kTileBuffers> slot(n);
+    wait(s.tile_full[slot.stage], slot.parity);
+    const KeyTile& t = s.tile[slot.stage];
+    if (t.rows == 0) return;
+    // Read before the last turn of the tile has come: then the description may change.
+    const int start = t.start, begin = t.begin, end = t.end, direction = t.direction;
+    const int heads = head_count<Config>(a, t);
+    int place = first_place<Config>(a, t);
+#pragma unroll 1
+    for (int head = 0; head < heads; ++head, place += a.query_blocks) {
+#pragma unroll 1
+      for (int block = start; block >= begin && block < end; block += direction, ++turns) {
+        Turns<WideTileConfig<Config::kParts>>::await(a, t, place + block, block);
+        wait(s.turn_empty, turns & 1 ^ 1);
+        ptx::mbarrier_arrive(ptx::shared_address(&s.turn_full));
+      }
+    }
+  }
+}
+
 // Passes on the turns of a thread block, one after the other, when the QueryConsumer's warps have
 // added. One thread.
 template <class Config>

@@ -49,7 +49,7 @@ __device__ __forceinline__ void schedule_wide(const BackwardArguments& a, WideSh
       // The kernel before zeroes the counter. No thread block ends before it.
       ptx::await_kernel_before();
       if (ptx::lane() == 0) index = take_index<Config>(a, s, rank, count - (ordered ? 0 : 1));
-      index = ptx::uniform(index) + a.taken;
+      index = ptx::uniform(index) + (ordered ? 0 : gridDim.x / Config::kRanks);
     }
     const bool last = index >= a.tiles;
     if (!last) {

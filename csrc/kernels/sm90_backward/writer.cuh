@@ -1,4 +1,5 @@
-// The writer: a thread that adds dQ of a block to global memory, or stores it.
+// The writer: a thread that adds dQ of a block to global memory, or stores it. In a deterministic
+// call two threads do, see turn_writers.cuh.
 #pragma once
 
 #include "kernels/sm90_backward/claims.cuh"
@@ -9,25 +10,14 @@
 
 namespace attnscope::sm90 {
 
-// Waits for this thread's additions, and passes the turn on.
-__device__ __forceinline__ void pass_turn(const BackwardArguments& a, int ticket) {
-  ptx::tma_store_wait<0>();
-  ptx::fence_proxy_async_global();
-  inject(Fault::kTurn, ticket);
-  ptx::release_add(a.tickets + ticket);
-}
-
-// Adds dQ of one tile. `count` counts the blocks that were added, `turns` the turns.
+// Adds dQ of one tile. `count` counts the blocks that were added.
 template <class Config>
 __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardShared<Config>& s,
-                                           const KeyTile& t, int& count, int& turns,
-                                           const Timeline& timeline) {
+                                           const KeyTile& t, int& count, const Timeline& timeline) {
   // Numbers of the block, among those of all heads; whole heads: of the thread block's place.
   const int blocks = a.whole_heads ? a.dense_queries.divisor : a.query_blocks;
   const int first = a.whole_heads ? blockIdx.x * a.group * blocks : first_place<Config>(a, t);
   const int heads = head_count<Config>(a, t);
-  const bool has_turns = a.tickets != nullptr, ordered = a.whole_heads || has_turns;
-  bool begins_turn = has_turns;  // at the block that comes next
 #pragma unroll 1
   for (int head = 0; head < heads; ++head) {
     int block = t.start;
@@ -35,17 +25,11 @@ __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardS
     do {
       const int place = first + head * blocks + block;
       timeline.step(count, BackwardWriterStep::kAwaitGradient);
-      if (begins_turn) {
-        wait(s.turn_full, turns & 1);
-        ptx::mbarrier_arrive(ptx::shared_address(&s.turn_empty));
-        ptx::fence_proxy_async_global();
-        ++turns;
-      }
-      const bool is_first = ordered && Turns<Config>::number(a, t, block) == 0;
+      const bool is_first = a.whole_heads && Turns<Config>::number(a, t, block) == 0;
       const Slot<Config::kGradientStages> slot(count++);
       const uint32_t full = ptx::shared_address(&s.dq_full[slot.stage]);
       // Whether the block has its first part is found out while the consumers work on it.
-      bool stores = a.claims != nullptr && !ordered;
+      bool stores = a.claims != nullptr;
       while (stores && !ptx::mbarrier_test(full, slot.parity)) stores = !is_stored(a, place);
       ptx::mbarrier_wait(full, slot.parity);
       timeline.step(count - 1, BackwardWriterStep::kClaim);
@@ -55,7 +39,7 @@ __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardS
       constexpr int kBytes = Config::kGradientFloats * 4;
       // Whole heads: after the operation before, which may have been on the same block.
       if (a.whole_heads) ptx::tma_store_wait<0>();
-      stores = ordered ? is_first : stores && claim(a, place);
+      stores = a.whole_heads ? is_first : stores && claim(a, place);
       timeline.step(count - 1, BackwardWriterStep::kIssue);
       if (stores) {
         ptx::bulk_store(gradient, staged, kBytes);
@@ -67,16 +51,11 @@ __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardS
       ptx::tma_store_wait_read<0>();
       inject(Fault::kRelease, count);
       ptx::mbarrier_arrive(ptx::shared_address(&s.dq_empty[slot.stage]));
-      if (stores && has_turns) a.claims[place] = kStored;
-      if (stores && !ordered) {
+      if (stores && !a.whole_heads) {
         timeline.step(count - 1, BackwardWriterStep::kPublish);
         publish_claim(a, place);
       }
-      // Beside the addition, for whose end others wait; but dQ's buffer was released first.
-      const int next = t.block_after(block);
-      begins_turn = has_turns && Turns<Config>::begins(a, t, next);
-      if (begins_turn) pass_turn(a, Turns<Config>::ticket(a, place, block));
-      block = next;
+      block = t.block_after(block);
     } while (block != t.start);
   }
   if (a.whole_heads && t.key_block == 0) {
@@ -89,7 +68,7 @@ __device__ __forceinline__ void write_tile(const BackwardArguments& a, BackwardS
 template <class Config>
 __device__ __forceinline__ void write_query_gradients(const BackwardArguments& a,
                                                       BackwardShared<Config>& s) {
-  int count = 0, turns = 0;
+  int count = 0;
   const Timeline timeline(BackwardLane::kWriter, true);
   ptx::await_kernel_before();
 #pragma unroll 1
@@ -102,7 +81,7 @@ __device__ __forceinline__ void write_query_gradients(const BackwardArguments& a
       timeline.finish(n, count);
       return;
     }
-    write_tile<Config>(a, s, t, count, turns, timeline);
+    write_tile<Config>(a, s, t, count, timeline);
     ptx::mbarrier_arrive(ptx::shared_address(&s.tile_empty[slot.stage]));
   }
 }

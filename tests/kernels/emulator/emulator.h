@@ -45,7 +45,7 @@ struct uint4 {
 struct Index {
   int x, y;
 };
-inline Index threadIdx, blockIdx;
+inline Index threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulator {
 
@@ -212,6 +212,8 @@ inline void launch(int blocks, int x, int y, std::function<void()> body) {
     if (!threads[i].stack) threads[i].stack.reset(new char[kStackBytes]);
     threads[i].index = {i % x, i / x};
   }
+  blockDim = {x, y};
+  gridDim = {blocks, 1};
   for (int block = 0; block < blocks; ++block) {
     blockIdx = {block, 0};
     run_block();

@@ -65,7 +65,6 @@ const char* check(const Call& c) {
   a.order = {key_blocks, kBatch * kHeads * (c.have_heads ? c.parts : 1), c.right >= 0 ? 2 : 1, 0};
   int ticket = 0;
   a.tickets = c.deterministic ? &ticket : nullptr;
-  a.turn_mask = c.right >= 0 ? 1 : 0;
   a.whole_tiles = c.have_heads ? 0 : tiles / 3;
   a.parts_have_heads = c.have_heads;
   a.parts = Divisor::of(c.parts);

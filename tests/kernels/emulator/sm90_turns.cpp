@@ -7,6 +7,7 @@
 // its blocks once, or each of its query heads.
 #include "emulator.h"
 #include "kernels/sm90_backward/parts.cuh"
+#include "kernels/sm90_backward/tile_list.cuh"
 #include "kernels/sm90_backward/tiles.cuh"
 #include "kernels/sm90_backward/turns.cuh"
 
@@ -47,8 +48,8 @@ const char* check_parts(const BackwardArguments& a) {
     const int tiles = a.order.tiles();
     for (int split = 0; split < tiles - a.whole_tiles; ++split) {
       const int first = a.whole_tiles + split * a.parts.divisor;
-      const FoundTile tile = find_tile(a, a.whole_tiles + split);
-      describe_tile<Config>(a, tile.head, tile.block, whole);
+      const Tile tile = find_tile(a, a.whole_tiles + split);
+      describe_tile<Config>(a, tile.head, tile.m_block, whole);
       __syncwarp();
       int end = whole.begin;
       for (int part = 0; part < a.parts.divisor; ++part) {
@@ -111,8 +112,7 @@ const char* check_heads(const BackwardArguments& a) {
 
 // The message of what is wrong, or null. `section`: see TileOrder.
 template <class Config>
-const char* check(const Call& c, int section, int turn_mask, const Shares& shares,
-                  bool alternates) {
+const char* check(const Call& c, int section, const Shares& shares, bool alternates) {
   const int parts = shares.parts, heads_q = c.heads_kv * shares.group;
   const bool packed = !c.cu_q.empty();
   int counter[2] = {};
@@ -141,9 +141,9 @@ const char* check(const Call& c, int section, int turn_mask, const Shares& share
   a.order = {packed ? key_blocks : blocks_of(c.seqlen_k, Config::kBlockN), heads, section, 0};
   int ticket = 0;
   a.tickets = &ticket;
-  a.turn_mask = turn_mask;
   a.alternates = alternates;
-  a.by_sequence = packed && alternates;
+  std::vector<Tile> list(a.order.tiles());
+  if (packed && alternates) a.tile_list = list.data();
   a.slots = section * 7;  // sections of few heads, or of all
   const int tiles = key_blocks * c.heads_kv;
   a.whole_tiles = shares.have_heads ? 0 : parts > 1 ? tiles / 2 : tiles;
@@ -159,6 +159,9 @@ const char* check(const Call& c, int section, int turn_mask, const Shares& share
   const char* wrong = nullptr;
   int64_t rows = 0;  // of all tiles and parts
   KeyTile t;
+  if (a.tile_list != nullptr) {
+    emulator::launch(2, 32, 1, [&] { list_tiles(a, Config::kBlockN); });
+  }
   emulator::launch(1, 32, 1, [&] {
     for (int index = 0; index < units; ++index) {
       describe(index, t);
@@ -177,14 +180,13 @@ const char* check(const Call& c, int section, int turn_mask, const Shares& share
           const bool is_first = Turns<Config>::number(a, t, block) == 0;
           if (is_first != (stored.at(place)++ == 0))
             wrong = "another than the first part is stored";
-          if (!Turns<Config>::begins(a, t, block)) continue;
           const auto waits = [&](int value) {
             ticket = value;
             g_loads = 0;
-            Turns<Config>::await(a, t, block & turn_mask, block);
+            Turns<Config>::await(a, t, 0, block);
             return g_loads > 1;
           };
-          int& count = added.at(Turns<Config>::ticket(a, place, block));
+          int& count = added.at(place);
           if (waits(count * Config::kAdders)) wrong = "a tile waits for one of a higher number";
           if (!waits(count * Config::kAdders - 1)) wrong = "a tile does not wait for one before it";
           ++count;
@@ -204,7 +206,8 @@ const char* check(const Call& c, int section, int turn_mask, const Shares& share
   if (const char* of_parts = check_shares(a); of_parts != nullptr) return of_parts;
 
   a.tickets = nullptr;
-  a.alternates = a.by_sequence = false;
+  a.alternates = false;
+  a.tile_list = nullptr;
   if (const char* of_parts = check_shares(a); of_parts != nullptr) return of_parts;
   const bool is_full = c.left < 0 && c.right < 0, has_room = packed || c.seqlen_q >= c.seqlen_k;
   std::vector<int> starts(added.size());
@@ -223,41 +226,37 @@ const char* check(const Call& c, int section, int turn_mask, const Shares& share
       __syncwarp();
     }
   });
-  const bool cuts_alike = parts == 1 || shares.have_heads;  // turns move the cuts of others
-  if (cuts_alike && rows != 0 && wrong == nullptr) wrong = "with turns, other tiles come";
+  const bool parts_alike = parts == 1 || shares.have_heads;  // turns change which tiles come last
+  if (parts_alike && rows != 0 && wrong == nullptr) wrong = "with turns, other tiles come";
   return wrong;
 }
 
 const char* check_all(const Call& c) {
   const bool packed = !c.cu_q.empty();
   const int heads = c.heads_kv * (packed ? 1 : c.batch);
-  const auto check_rows = [&](int section, int turn_mask, const Shares& shares, bool alternates) {
-    const char* wrong = check<TileConfig<64, 192, 3>>(c, section, turn_mask, shares, alternates);
+  const auto check_rows = [&](int section, const Shares& shares, bool alternates) {
+    const char* wrong = check<TileConfig<64, 192, 3>>(c, section, shares, alternates);
     if (wrong == nullptr) {
-      wrong = check<TileConfig<64, 128, 2, false, 2>>(c, section, turn_mask, shares, alternates);
+      wrong = check<TileConfig<64, 128, 2, false, 2>>(c, section, shares, alternates);
     }
-    if (wrong == nullptr) {
-      wrong = check<TileConfig<128, 128, 2>>(c, section, turn_mask, shares, alternates);
-    }
+    if (wrong == nullptr) wrong = check<TileConfig<128, 128, 2>>(c, section, shares, alternates);
     if (wrong == nullptr && c.left < 0) {
-      wrong = check<TileConfig<80, 128, 2, true>>(c, section, turn_mask, shares, alternates);
+      wrong = check<TileConfig<80, 128, 2, true>>(c, section, shares, alternates);
     }
     return wrong;
   };
   const Shares all_shares[] = {{}, {2}, {5}, {2, 2, true}, {2, 3, true}};
   for (const int section : {1, 2, heads}) {
     if (section > heads) continue;
-    for (const int turn_mask : {0, 1}) {
-      for (const Shares& shares : all_shares) {
-        if (packed && shares.parts > 1 && !shares.have_heads) continue;  // they have none
-        const char* wrong = check_rows(section, turn_mask, shares, false);
-        // Calls that alternate have no left window. Their parts have heads.
-        const bool may_alternate = shares.parts == 1 || shares.have_heads;
-        if (wrong == nullptr && may_alternate && c.left < 0 && c.right >= 0) {
-          wrong = check_rows(section, turn_mask, shares, true);
-        }
-        if (wrong != nullptr) return wrong;
+    for (const Shares& shares : all_shares) {
+      if (packed && shares.parts > 1 && !shares.have_heads) continue;  // they have none
+      const char* wrong = check_rows(section, shares, false);
+      // Calls that alternate have no left window. Their parts have heads.
+      const bool may_alternate = shares.parts == 1 || shares.have_heads;
+      if (wrong == nullptr && may_alternate && c.left < 0 && c.right >= 0) {
+        wrong = check_rows(section, shares, true);
       }
+      if (wrong != nullptr) return wrong;
     }
   }
   return nullptr;
