@@ -60,7 +60,7 @@ constexpr int choose_section_of_packed(const TileOrder& order, const ForwardPara
 
 // The same for a sequence of `blocks` tiles a head, where sequences with turns come one after the
 // other. From five thirds of a wave on, heads come in an even number of sections, which fill the
-// slots about once each; otherwise all together, or see list_tiles.
+// slots about once each. With fewer tiles it is all heads, which list_tiles may take one by one.
 ATTNSCOPE_HOST_DEVICE constexpr int section_of_sequence(int blocks, int heads, int slots) {
   const int64_t tiles = int64_t{blocks} * heads;
   if (3 * tiles < 5 * int64_t{slots}) return heads;

@@ -52,12 +52,7 @@ __device__ __forceinline__ void write_in_turns(const BackwardArguments& a,
                                                BackwardShared<Config>& s, int writer) {
   int count = 0;
   ptx::await_kernel_before();
-#pragma unroll 1
-  for (int n = 0;; ++n) {
-    const Slot<kTileBuffers> slot(n);
-    const KeyTile& t = s.tile[slot.stage];
-    wait(s.tile_full[slot.stage], slot.parity);
-    if (t.rows == 0) return;
+  for_each_tile(s, [&](const KeyTile& t, uint64_t& empty) {
     int head = first_head<Config>(a, t);
 #pragma unroll 1
     do {
@@ -72,8 +67,8 @@ __device__ __forceinline__ void write_in_turns(const BackwardArguments& a,
         block = t.block_after(block);
       } while (block != t.start);
     } while (++head < end_head<Config>(a, t));
-    ptx::mbarrier_arrive(ptx::shared_address(&s.tile_empty[slot.stage]));
-  }
+    ptx::mbarrier_arrive(ptx::shared_address(&empty));
+  });
 }
 
 }  // namespace attnscope::sm90

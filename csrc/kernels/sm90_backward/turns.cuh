@@ -34,6 +34,20 @@
 
 namespace attnscope::sm90 {
 
+// Calls `body` with each tile of the thread block, one after the other, and with the barrier that
+// releases its description. One thread.
+template <class Shared, class Body>
+__device__ __forceinline__ void for_each_tile(Shared& s, const Body& body) {
+#pragma unroll 1
+  for (int n = 0;; ++n) {
+    const Slot<kTileBuffers> slot(n);
+    wait(s.tile_full[slot.stage], slot.parity);
+    const KeyTile& t = s.tile[slot.stage];
+    if (t.rows == 0) return;
+    body(t, s.tile_empty[slot.stage]);
+  }
+}
+
 template <class Config>
 struct Turns {
   // How many key blocks add to a block of queries before tile `t` does.

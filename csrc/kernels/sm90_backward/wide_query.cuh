@@ -178,12 +178,7 @@ template <class Config>
 __device__ __forceinline__ void await_turns(const BackwardArguments& a, WideShared<Config>& s) {
   int turns = 0;
   ptx::await_kernel_before();
-#pragma unroll 1
-  for (int n = 0;; ++n) {
-    const Slot<kTileBuffers> slot(n);
-    wait(s.tile_full[slot.stage], slot.parity);
-    const KeyTile& t = s.tile[slot.stage];
-    if (t.rows == 0) return;
+  for_each_tile(s, [&](const KeyTile& t, uint64_t&) {
     // Read before the last turn of the tile has come: then the description may change.
     const int start = t.start, begin = t.begin, end = t.end, direction = t.direction;
     const int heads = head_count<Config>(a, t);
@@ -197,7 +192,7 @@ __device__ __forceinline__ void await_turns(const BackwardArguments& a, WideShar
         ptx::mbarrier_arrive(ptx::shared_address(&s.turn_full));
       }
     }
-  }
+  });
 }
 
 // Passes on the turns of a thread block, one after the other, when the QueryConsumer's warps have
@@ -205,16 +200,11 @@ __device__ __forceinline__ void await_turns(const BackwardArguments& a, WideShar
 template <class Config>
 __device__ __forceinline__ void pass_turns(const BackwardArguments& a, WideShared<Config>& s) {
   int turns = 0;
-#pragma unroll 1
-  for (int n = 0;; ++n) {
-    const Slot<kTileBuffers> slot(n);
-    wait(s.tile_full[slot.stage], slot.parity);
-    const KeyTile& t = s.tile[slot.stage];
-    if (t.rows == 0) return;
+  for_each_tile(s, [&](const KeyTile& t, uint64_t& empty) {
     int* ticket = a.tickets + first_place<Config>(a, t) + t.start;
     const int heads = head_count<Config>(a, t);
     const int blocks = t.end - t.begin, direction = t.direction;
-    ptx::mbarrier_arrive(ptx::shared_address(&s.tile_empty[slot.stage]));
+    ptx::mbarrier_arrive(ptx::shared_address(&empty));
 #pragma unroll 1
     for (int head = 0; head < heads; ++head, ticket += a.query_blocks) {
 #pragma unroll 1
@@ -225,7 +215,7 @@ __device__ __forceinline__ void pass_turns(const BackwardArguments& a, WideShare
         ptx::release_add(ticket + i * direction);
       }
     }
-  }
+  });
 }
 
 }  // namespace attnscope::sm90
