@@ -333,6 +333,28 @@ static_assert(have_heads(8, true, false, false) && have_heads(8, true, true, fal
 static_assert(!have_heads(8, false, false, false) && !have_heads(1, true, false, false));
 static_assert(have_heads(8, false, false, true) && have_heads(8, true, true, true));
 static_assert(!have_heads(1, true, false, true), "a packed tile has no parts of queries");
+// Parts of a causal packed batch; its longest sequence and the sum of all.
+constexpr int packed_parts(int row, int heads, int group, int batch, int longest, int total,
+                           bool deterministic) {
+  ForwardParams p{};
+  p.batch = batch;
+  p.heads_kv = heads;
+  p.heads_q = heads * group;
+  p.seqlen_q = p.seqlen_k = longest;
+  p.total_q = p.total_k = total;
+  p.window_left = -1;
+  p.window_right = 0;
+  constexpr int32_t kNoBounds = 0;
+  p.cu_seqlens_q = p.cu_seqlens_k = &kNoBounds;
+  return sm90::split_tiles(p, sm90::kBackwardTiles[row], 132, deterministic).parts;
+}
+static_assert(packed_parts(4, 4, 7, 10, 3287, 8192, false) == 2, "its longest tile is late");
+static_assert(packed_parts(4, 4, 7, 10, 3287, 8192, true) == 4, "seven heads drift apart too");
+static_assert(packed_parts(4, 4, 7, 13, 3515, 32768, false) == 1, "many tiles: the sum costs more");
+static_assert(packed_parts(4, 4, 7, 13, 3515, 32768, true) == 2);
+static_assert(packed_parts(4, 8, 4, 10, 1977, 8192, true) == 1, "four heads drift less");
+static_assert(packed_parts(0, 8, 4, 4, 2048, 8192, true) == 1, "at most four waves at head dim 64");
+static_assert(packed_parts(4, 16, 1, 5, 3210, 8192, true) == 1, "one head");
 static_assert(hopper(200, true) == 256 && hopper(256, false) == 256 && hopper(264, false) == 0);
 
 constexpr int kA100 = 166912, kAda = 101376;  // shared memory of a thread block

@@ -421,14 +421,17 @@ def test_the_first_cuda_call_of_a_thread(bf16_target):
         assert all(torch.equal(a, b) for a, b in zip(in_new_thread(call), want, strict=True))
 
 
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "turns"])
+@pytest.mark.parametrize("heads", [2, 32])  # tiles of one wave, and of several
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_descending_bounds_do_not_hang(bf16_target, head_dim):
+def test_descending_bounds_do_not_hang(bf16_target, head_dim, heads, deterministic):
     """The contents of cu_seqlens are not trusted: any may be wrong, none may hang."""
-    q, k, v = (x.flatten(0, 1) for x in bf16_target.qkv(1, 700, 700, 2, 2, head_dim))
+    q, k, v = (x.flatten(0, 1) for x in bf16_target.qkv(1, 700, 700, heads, heads, head_dim))
     cu = torch.tensor([0, 600, 100, 500, 50, 700], dtype=torch.int32, device="cuda")
     out = attention_varlen(
-        *leaves(q, k, v), cu, cu, 700, 700, causal=True, deterministic=True, impl=bf16_target.impl
-    )
+        *leaves(q, k, v), cu, cu, 700, 700, causal=True, deterministic=deterministic,
+        impl=bf16_target.impl,
+    )  # fmt: skip
     out.sum().backward()
     torch.cuda.synchronize()
     # A later call is not affected.

@@ -9,7 +9,7 @@ import timeline_marks
 from timeline_marks import Buffer
 
 from attnscope.timeline import backward, layout
-from attnscope.timeline.backward import CONSUMER, KEYS, PRODUCER, SCHEDULER, WRITER
+from attnscope.timeline.backward import CONSUMER, KEYS, PRODUCER, SCHEDULER, WRITER, WRITERS
 from attnscope.timeline.layout import WORDS
 from attnscope.timeline.layouts import layout_of
 from attnscope.timeline.recording import Recording, rows_of_block
@@ -88,13 +88,15 @@ def _feed(b: Buffer, notes: list[Any], steps: list[int], done: Any, late: bool) 
         for state in backward.PRODUCER_TILE:
             if not (late and state.mark in ("AwaitKSlot", "IssueK")):
                 b.put(PRODUCER, "tile", tile, state.mark)
-        b.put(WRITER, "tile", tile, "AwaitTile")
+        for writer in range(WRITERS):
+            b.put(WRITER + writer, "tile", tile, "AwaitTile")
         for step in range(count):
             for state in backward.PRODUCER_STEP[: 5 if late and step == 0 else 3]:
                 b.put(PRODUCER, "step", done[tile] + step, state.mark)
             for state in backward.WRITER_STEP[: 5 if step % 3 == 0 else 4]:
-                b.put(WRITER, "step", done[tile] + step, state.mark)
-    for lane in (PRODUCER, WRITER):
+                at = done[tile] + step
+                b.put(WRITER + at % WRITERS, "step", at, state.mark)
+    for lane in range(PRODUCER, CONSUMER):
         b.put(lane, "tile", len(notes), "AwaitTile")
         b.finish(lane, len(notes), int(done[-1]))
 

@@ -57,8 +57,9 @@ def test_states_are_those_of_the_kernel(struct):
 
 def test_lanes_are_those_of_the_kernel():
     (body,) = re.findall(r"struct BackwardLane {\n  enum : int {(.*?)}", MARKS, re.DOTALL)
-    assert re.findall(r"k(\w+)", body) == ["Scheduler", "Producer", "Writer", "Consumer"]
-    assert (SCHEDULER, PRODUCER, WRITER, CONSUMER) == (0, 1, 2, 3)
+    first = {"Scheduler": SCHEDULER, "Producer": PRODUCER, "Writer": WRITER, "Consumer": CONSUMER}
+    assert re.findall(r"k(\w+)", body) == list(first)
+    assert tuple(first.values()) == (0, 1, 2, 4) and "kConsumer = 4" in body
     assert [role.capitalize() for role in backward.EARLY.roles] == re.findall(r"k(\w+)", body)
 
 
@@ -123,7 +124,7 @@ def test_the_end_of_a_tile_is_one_state_where_it_leaves_by_tma(tile, end, change
         (CONSUMER, "steps", 1, 3, "consumer 0 of block 0 must have a mark Probabilities in tile 0"),
         (CONSUMER, "steps", 0, 11, "consumer 0 of block 0 must have a mark IssueGradient"),
         (PRODUCER, "steps", 2, 1, "producer of block 0 must have a mark IssueQ in tile 0"),
-        (WRITER, "steps", 2, 2, "writer of block 0 must have a mark Issue in tile 0"),
+        (WRITER, "steps", 2, 2, "writer 0 of block 0 must have a mark Issue in tile 0"),
         (SCHEDULER, "tiles", 1, 3, "scheduler of block 0 must have a mark Take in tile 1"),
     ],
 )
@@ -184,7 +185,7 @@ def test_a_trace_names_query_blocks_and_a_picture_is_drawn(tmp_path):
         (head, block) for head in (0, 1) for block in range(8)
     }
     names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert {"writer", "consumer 1", "consumer 1: S, dP", "consumer 0: dQ"} <= names
+    assert {"writer 0", "writer 1", "consumer 1", "consumer 1: S, dP", "consumer 0: dQ"} <= names
     figure = draw_block(made, analyse(made), 0)
     assert "Hopper backward, D 128, S 512, causal" in figure.get_suptitle()
 

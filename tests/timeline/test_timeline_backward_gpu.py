@@ -73,9 +73,10 @@ def test_every_role_marks_every_tile_and_step_in_order(recorded):
     for at in range(len(made.blocks)):
         assert len(set(made.tile_counts[at])) == 1
         tracks, steps = made.tracks(at), made.steps_of_tiles(at)
-        producer, writer = tracks[PRODUCER], tracks[WRITER]
-        for track, mark in ((producer, "step.IssueQ"), (writer, "step.Issue")):
-            assert (np.bincount(track.tile[track.of(mark)], minlength=len(steps)) == steps).all()
+        producer, writers = tracks[PRODUCER], tracks[WRITER:CONSUMER]
+        for lanes, mark in (([producer], "step.IssueQ"), (writers, "step.Issue")):
+            tiles = np.concatenate([track.tile[track.of(mark)] for track in lanes])
+            assert (np.bincount(tiles, minlength=len(steps)) == steps).all()
         for number, track in enumerate(tracks[CONSUMER:]):
             issues = np.bincount(track.tile[track.of("step.IssueScores")], minlength=len(steps))
             assert issues.tolist() == [

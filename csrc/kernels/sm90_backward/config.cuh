@@ -126,19 +126,27 @@ struct TileParts {
   constexpr int64_t bytes(const BackwardTile& t) const { return split * parts * bytes_of_part(t); }
 };
 
-// Blocks of queries that see a tile of keys, of all tiles of a head, where later keys are hidden:
-// all of them up to the last key that the first query sees, then fewer and fewer.
-constexpr int64_t causal_steps(const ForwardParams& p, const BackwardTile& t) {
-  const int64_t blocks = ceil_div(p.seqlen_q, t.block_m);
-  const int64_t tiles = ceil_div(p.seqlen_k, t.block_n);
-  const int64_t last_key = int64_t{p.seqlen_k} - p.seqlen_q + p.window_right;
-  const auto steps = [&](int64_t tile) {
-    const int64_t first_query = std::max(tile * t.block_n - last_key, int64_t{0});
-    return std::max(blocks - first_query / t.block_m, int64_t{0});
-  };
-  const int64_t full = last_key < 0 ? 0 : std::min(last_key / t.block_n + 1, tiles);
-  return full * blocks + (tiles - full) * (steps(full) + steps(tiles - 1)) / 2;
-}
+// The tiles of a sequence, of one key head.
+struct SequenceWork {
+  int64_t tiles = 0;
+  int64_t blocks = 0;  // of queries
+  int64_t steps = 0;   // blocks of queries that see a tile, of all tiles
+
+  // Where later keys are hidden: all blocks up to the last key that the first query sees, then
+  // fewer and fewer.
+  static constexpr SequenceWork causal(int64_t queries, int64_t keys, int64_t window_right,
+                                       const BackwardTile& t) {
+    SequenceWork w{ceil_div(keys, t.block_n), ceil_div(queries, t.block_m), 0};
+    const int64_t last_key = keys - queries + window_right;
+    const auto steps = [&](int64_t tile) {
+      const int64_t first_query = std::max(tile * t.block_n - last_key, int64_t{0});
+      return std::max(w.blocks - first_query / t.block_m, int64_t{0});
+    };
+    const int64_t full = last_key < 0 ? 0 : std::min(last_key / t.block_n + 1, w.tiles);
+    w.steps = full * w.blocks + (w.tiles - full) * (steps(full) + steps(w.tiles - 1)) / 2;
+    return w;
+  }
+};
 
 // Blocks of queries that see a tile of keys of a sequence with `queries`, at most.
 constexpr int64_t blocks_of_tile(const ForwardParams& p, const BackwardTile& t, int64_t queries) {
@@ -152,13 +160,17 @@ constexpr int64_t blocks_of_tile(const ForwardParams& p, const BackwardTile& t, 
 struct TileWork {
   const BackwardTile& tile;
   bool packed, causal, deterministic;
-  int64_t slots;    // SMs, or clusters
-  int64_t group;    // query heads of a key head
-  int64_t tiles;    // numbers of tiles
-  int64_t runs;     // tiles: in a packed batch of sequences that are alike, fewer
-  int64_t longest;  // blocks of queries of the longest tile
-  int64_t average;  // the same of a sequence of mean length
-  int64_t steps;    // causal: blocks of one query head of all tiles
+  bool listed = false;  // sequences come longest first, see lists_tiles
+  int64_t slots = 0;    // SMs, or clusters
+  int64_t heads = 0;    // key heads
+  int64_t group = 0;    // query heads of a key head
+  int64_t tiles = 0;    // numbers of tiles
+  int64_t runs = 0;     // tiles: in a packed batch fewer
+  int64_t blocks = 0;   // of queries, of the longest tile
+  int64_t average = 0;  // packed: the same of a sequence of mean length
+  // Causal: the longest sequence, and the others, which are taken to be alike.
+  int64_t others = 0;
+  SequenceWork longest{}, other{};
 
   // Parts of the last `split` tiles that run.
   constexpr int64_t units(int64_t split, int64_t parts) const {
@@ -168,47 +180,75 @@ struct TileWork {
   constexpr int64_t time_of(int64_t blocks) const {
     return blocks * tile.step_time + tile.tile_time;
   }
+  // The same of a sequence, shared out to all slots. Parts with fewer heads than others leave SMs
+  // idle, by half of what these lack: `twice` are the heads with and without it.
+  constexpr int64_t time_of(const SequenceWork& w, int64_t parts, int64_t twice) const {
+    return heads * (w.steps * twice * tile.step_time / 2 + w.tiles * parts * tile.tile_time) /
+           slots;
+  }
 };
 
 constexpr TileWork tile_work(const ForwardParams& p, const BackwardTile& t, int sms,
                              bool deterministic) {
-  const int64_t batch = std::max(p.batch, 1), heads = p.heads_kv;
+  const int64_t batch = std::max(p.batch, 1);
   TileWork w{t, p.packed(), is_causal(p), deterministic};
+  w.listed = w.packed && p.total_k < batch * p.seqlen_k;
   w.slots = std::max(sms / (t.wide() ? kWideRanks : 1), 1);
-  w.group = heads > 0 ? p.heads_q / heads : p.heads_q;
-  w.tiles = key_tiles(p, t);
-  w.runs = w.packed ? heads * batch * ceil_div(p.total_k / batch, t.block_n) : w.tiles;
-  w.longest = blocks_of_tile(p, t, p.seqlen_q);
-  w.average = w.packed ? blocks_of_tile(p, t, p.total_q / batch) : w.longest;
-  if (w.causal) {
-    w.steps = w.packed ? w.runs * w.average / 2 : causal_steps(p, t) * p.batch * heads;
+  w.heads = p.heads_kv * (w.packed ? 1 : batch);
+  w.group = p.heads_kv > 0 ? p.heads_q / p.heads_kv : p.heads_q;
+  w.tiles = w.runs = key_tiles(p, t);
+  w.blocks = blocks_of_tile(p, t, p.seqlen_q);
+  w.longest = SequenceWork::causal(p.seqlen_q, p.seqlen_k, p.window_right, t);
+  if (w.packed) {
+    w.others = batch - 1;
+    const auto of_other = [&](int64_t total, int64_t longest) {
+      return std::max(total - longest, int64_t{0}) / std::max(w.others, int64_t{1});
+    };
+    w.other = SequenceWork::causal(of_other(p.total_q, p.seqlen_q), of_other(p.total_k, p.seqlen_k),
+                                   p.window_right, t);
+    w.runs = std::min(w.heads * (w.longest.tiles + w.others * w.other.tiles), w.tiles);
+    w.average = blocks_of_tile(p, t, p.total_q / batch);
   }
   return w;
+}
+
+// Tiles of `heads` query heads, one after the other, drift apart: then L2 does not hold what the
+// other tiles of the key head need. In percent of a step; measured of packed batches at head dim
+// 128, where turns run in one direction.
+constexpr int64_t drift(const TileWork& w, int64_t heads) {
+  return w.packed && w.tile.head_dim == 128 ? (heads - 1) * (w.deterministic ? 5 : 1) : 0;
 }
 
 // The time of a call whose last `split` tiles have parts, in tenths of a microsecond. Tiles that
 // are alike run in waves over the SMs. Where later keys are hidden, the longest tiles come first
 // and the others fill the gaps: the call takes as long as its longest tile, or as all tiles on all
-// SMs. The sequences of a packed batch are taken to be alike, but for the longest one.
+// SMs. In a packed batch they come first within a sequence alone:
+// - Where turns of the longest sequence descend, its longest tile comes last.
+// - The longest tile of the last sequence ends later than its other ones.
 constexpr int64_t call_time(const TileWork& w, bool have_heads, int64_t split, int64_t parts) {
   constexpr int64_t kSumTime = 40, kSumBytes = 350000;  // of the sum of parts: 4 us, 3.5 TB/s
   const int64_t heads = have_heads ? ceil_div(w.group, parts) : w.group;
-  int64_t part = w.time_of((have_heads ? w.longest : ceil_div(w.longest, parts)) * heads);
+  int64_t part = w.time_of((have_heads ? w.blocks : ceil_div(w.blocks, parts)) * heads);
   if (have_heads && w.deterministic) part += part / 16;  // waits for turns
   const int64_t units = w.units(split, parts);
   const int64_t bytes = units * TileParts::bytes_of_part(w.tile);
   const int64_t sum = split > 0 ? kSumTime + bytes / kSumBytes : 0;
   if (w.causal) {
-    // Parts with fewer heads than others leave SMs idle, by half of what these lack. The tiles of a
-    // packed batch come longest first within a sequence alone.
     const int64_t twice = w.group + (have_heads ? parts * heads : w.group);
-    const int64_t all = w.steps * twice * w.tile.step_time / 2 + w.runs * parts * w.tile.tile_time;
-    return std::max(part, all / w.slots + (w.packed ? part / 2 : 0)) + sum;
+    const int64_t first = w.time_of(w.longest, parts, twice) * (100 + drift(w, heads)) / 100;
+    if (!w.packed) return std::max(part, first) + sum;
+    const int64_t each = w.time_of(w.other, parts, twice) * (100 + drift(w, heads)) / 100;
+    const bool descend =
+        w.deterministic && 3 * w.longest.tiles * w.heads * parts < 5 * w.slots;  // see Turns
+    const int64_t start = descend ? std::max(first - part / 2, int64_t{0}) : 0;
+    const int64_t rest = w.others > 0 ? w.time_of(w.other.blocks * heads) - each : 0;
+    const int64_t late = std::max(rest, int64_t{0}) * (w.listed && !w.deterministic ? 2 : 3) / 4;
+    return std::max(start + part, first + w.others * each + late) + sum;
   }
   if (w.packed) {
     return std::max(part, ceil_div(units, w.slots) * w.time_of(w.average * heads)) + sum;
   }
-  return ceil_div(w.tiles - split, w.slots) * w.time_of(w.longest * w.group) +
+  return ceil_div(w.tiles - split, w.slots) * w.time_of(w.blocks * w.group) +
          ceil_div(units, w.slots) * part + sum;
 }
 
@@ -220,16 +260,17 @@ constexpr int64_t call_time(const TileWork& w, bool have_heads, int64_t split, i
 // packed batches, where a tile may have few blocks.
 constexpr TileParts split_tiles(const ForwardParams& p, const BackwardTile& t, int sms,
                                 bool deterministic) {
-  constexpr int64_t kMost = 16, kWaves = 2, kCausalWaves = 4, kCausalBlocks = 4;
+  constexpr int64_t kMost = 16, kWaves = 2, kCausalWaves = 4, kPackedWaves = 17, kCausalBlocks = 4;
   const TileWork w = tile_work(p, t, sms, deterministic);
   const bool differ = w.causal || w.packed;
   const int64_t split = differ ? w.tiles : w.tiles % w.slots;
-  const int64_t most_units = w.slots * (differ ? kCausalWaves : kWaves);
+  const bool drifts = w.causal && drift(w, w.group) > 0;
+  const int64_t most_units = w.slots * (drifts ? kPackedWaves : differ ? kCausalWaves : kWaves);
   const int64_t whole = call_time(w, false, 0, 1);
   TileParts best{w.tiles, 0, 1, whole, false};
   // Parts must save this share of a whole tile.
   const auto try_parts = [&](bool have_heads, int64_t most_parts, int64_t share) {
-    const int64_t most_time = whole - w.time_of(w.longest * w.group) / share;
+    const int64_t most_time = whole - w.time_of(w.blocks * w.group) / share;
     for (int64_t parts = 2; parts <= std::min(kMost, most_parts) && split > 0; ++parts) {
       if (w.units(split, parts) > most_units) break;
       const int64_t time = call_time(w, have_heads, split, parts);
@@ -243,7 +284,7 @@ constexpr TileParts split_tiles(const ForwardParams& p, const BackwardTile& t, i
   // Short parts of a causal tile differ by half in their blocks, which the estimate does not see.
   // Where heads can be shared out instead, parts of blocks have at least kCausalBlocks. With turns
   // they wait for each other.
-  try_parts(false, w.causal && w.group > 1 ? w.longest / kCausalBlocks : w.longest,
+  try_parts(false, w.causal && w.group > 1 ? w.blocks / kCausalBlocks : w.blocks,
             deterministic ? 8 : 30);
   return best;
 }
@@ -284,10 +325,12 @@ struct BackwardWorkspace {
   int64_t statistics, gradient, tickets, claims, parts, tile_list, counter, bytes;
 };
 
-// Whether the preprocess lists the tiles, see tile_list.cuh.
+// Whether the preprocess may list the tiles, see tile_list.cuh. Without turns that is where lengths
+// differ: otherwise tiles come in the same order without a list.
 constexpr bool lists_tiles(const BackwardParams& params) {
   const ForwardParams& p = params.forward;
-  return params.deterministic && p.packed() && is_causal(p);
+  const bool differ = p.total_k < int64_t{p.batch} * p.seqlen_k;
+  return p.packed() && is_causal(p) && (params.deterministic || differ);
 }
 
 inline BackwardWorkspace backward_layout(const BackwardParams& params,

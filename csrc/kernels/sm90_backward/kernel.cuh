@@ -1,8 +1,8 @@
 // Attention backward for Hopper (sm_90a).
 //
 // Problem   dq, dk, dv of out = softmax(mask(cap(q k^T scale))) v, see attn/params.h.
-// Roles     In warpgroup 0 one thread loads by TMA, one adds dQ by TMA, one waits for turns, and
-//           one warp takes tiles. The other warpgroups consume: each owns 64 keys.
+// Roles     In warpgroup 0 one thread loads by TMA, two add dQ by TMA, and one warp takes tiles.
+//           The other warpgroups consume: each owns 64 keys.
 // Pipeline  A thread block takes tiles of 128 or 192 keys one after the other, and loops over the
 //           query heads and blocks of 64, 80 or 128 queries that see them. S^T = K Q^T and dP^T = V
 //           dO^T give P^T and dS^T in registers, as A operands of dV += P^T dO and dK += dS^T Q.
@@ -21,19 +21,18 @@
 #include "kernels/sm90_backward/producer.cuh"
 #include "kernels/sm90_backward/scheduler.cuh"
 #include "kernels/sm90_backward/shared.cuh"
-#include "kernels/sm90_backward/turn_writers.cuh"
-#include "kernels/sm90_backward/writer.cuh"
+#include "kernels/sm90_backward/writers.cuh"
 
 namespace attnscope::sm90 {
 
 template <class Config>
-__device__ __forceinline__ void init_barriers(BackwardShared<Config>& s, int writers) {
+__device__ __forceinline__ void init_barriers(BackwardShared<Config>& s) {
   const auto init = [](uint64_t& barrier, int arrivals) {
     ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
   };
   constexpr int kWarps = 4 * Config::kConsumers, kArrivals = kWarps * kWarpArrivals;
   for (uint64_t& barrier : s.tile_full) init(barrier, kWarpArrivals);
-  for (uint64_t& barrier : s.tile_empty) init(barrier, kArrivals + 1 + writers);
+  for (uint64_t& barrier : s.tile_empty) init(barrier, kArrivals + 3);
   init(s.tile_wanted, 1);
   for (uint64_t& barrier : s.k_full) init(barrier, 1);
   for (uint64_t& barrier : s.k_empty) init(barrier, kArrivals);
@@ -58,7 +57,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ __align__(1024) char shared_memory[];
   auto& s = *reinterpret_cast<BackwardShared<Config>*>(shared_memory);
 
-  if (threadIdx.x == 0) init_barriers<Config>(s, a.tickets != nullptr ? 2 : 1);
+  if (threadIdx.x == 0) init_barriers<Config>(s);
   Timeline::begin(threadIdx.x == 0);
   __syncthreads();
   const int warp = threadIdx.x / 32;
@@ -68,10 +67,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       schedule<Config>(a, s);
     } else if (threadIdx.x == 0) {
       produce<Config>(a, s);
-    } else if (a.tickets != nullptr && (threadIdx.x == 32 || threadIdx.x == 64)) {
-      write_in_turns<Config>(a, s, threadIdx.x / 64);
-    } else if (threadIdx.x == 32) {
-      write_query_gradients<Config>(a, s);
+    } else if (threadIdx.x == 32 || threadIdx.x == 64) {
+      write_query_gradients<Config>(a, s, threadIdx.x / 64);
 #ifdef ATTNSCOPE_FAULTS
     } else if (threadIdx.x == 80) {
       issue_late_loads(s, [&](const LateLoad& copy) { issue_late_load<Config>(a, s, copy); });

@@ -181,7 +181,7 @@ cudaError_t launch(const BackwardParams& params, RowKernels& kernels, const Back
     post_blocks += static_cast<unsigned>(split.split * kernels.sum_blocks);
   }
   a.slots = slots;
-  if (lists_tiles(params)) {
+  if (lists_tiles(params) && (params.deterministic || a.tiles > slots)) {
     a.tile_list = reinterpret_cast<Tile*>(workspace + w.tile_list);
   } else if (a.tickets != nullptr && first_are_longest) {
     a.alternates = a.tiles > slots && a.order.section < a.order.heads;

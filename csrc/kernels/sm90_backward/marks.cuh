@@ -8,7 +8,7 @@
 namespace attnscope::sm90 {
 
 struct BackwardLane {
-  enum : int { kScheduler, kProducer, kWriter, kConsumer };  // one lane for each consumer
+  enum : int { kScheduler, kProducer, kWriter, kConsumer = 4 };  // one for each writer, consumer
 };
 
 struct BackwardSchedulerTile {
@@ -47,7 +47,7 @@ struct BackwardWriterStep {
     kAwaitGradient,  // until the consumers have staged dQ; reads the claim
     kClaim,          // takes a number, and waits for the first part
     kIssue,          // the TMA store or addition
-    kAwaitRead,      // until TMA has read the buffer
+    kAwaitRead,      // until TMA has read the buffer; of whole heads until it has written dQ
     kPublish,        // of a first part: waits until it is stored, marks the claim
   };
 };

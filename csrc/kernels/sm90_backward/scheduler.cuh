@@ -40,7 +40,8 @@ __device__ __forceinline__ void note_tile(const BackwardArguments& a, const Time
 // What lives across the loop is in shared memory: the warp has few registers. Warp-converged.
 template <class Config>
 __device__ __forceinline__ void schedule(const BackwardArguments& a, BackwardShared<Config>& s) {
-  const bool ordered = a.tickets != nullptr;  // all tiles come from the counter
+  // All tiles come from the counter.
+  const bool ordered = a.tickets != nullptr || a.tile_list != nullptr;
   NextTile& next = s.next;
   const Timeline timeline(BackwardLane::kScheduler, ptx::lane() == 0);
   if (ordered) ptx::await_kernel_before();

@@ -147,7 +147,7 @@ struct BackwardShared {
   uint64_t empty[kStages];      // all four
   uint64_t ds_full[2], ds_empty[2];
   uint64_t dq_full[Config::kGradientStages], dq_empty[Config::kGradientStages];
-  uint64_t dq_taken[2];  // deterministic calls: the other writer has waited for dQ
+  uint64_t dq_taken[2];  // the other writer has passed the ring of dQ on
   uint64_t dq_done;      // whole heads: all of a head's dQ is in global memory
 #ifdef ATTNSCOPE_FAULTS
   LateLoad late_load;
@@ -176,7 +176,7 @@ struct BackwardArguments {
   float* gradient;
   int* tickets;     // null unless deterministic
   bool alternates;  // dense: turns ascend in every other section of heads, see Turns
-  Tile* tile_list;  // null unless packed, with turns, and later keys are hidden: tile_list.cuh
+  Tile* tile_list;  // null unless packed, see lists_tiles
   int slots;        // SMs or clusters
   float* partial;   // dV and dK of parts
   int* claims;      // null if the preprocess zeroes dQ, or if heads are whole; see claims.cuh

@@ -11,9 +11,9 @@
 // Who had a short tile takes a long one. It starts earlier than the next key block of its head, and
 // stays ahead of it.
 //
-// In a packed batch the sequences come one after the other (tile_list.cuh). If the tiles of a
-// sequence fill the SMs five thirds times or more, its heads come in sections of both directions. A
-// shorter one has turns of one direction:
+// In a packed batch the sequences come one after the other, the longest first (tile_list.cuh). If
+// the tiles of a sequence fill the SMs five thirds times or more, its heads come in sections of
+// both directions. A shorter one has turns of one direction:
 // - They descend, and its heads come one after the other. Long tiles of a sequence run beside the
 //   next ones, and all that run share L2: the fewer heads the better.
 // - In the last wave they ascend, so that the call ends with short tiles. All heads come together:
@@ -28,6 +28,7 @@
 #pragma once
 
 #include "kernels/sm90_backward/barriers.cuh"
+#include "kernels/sm90_backward/marks.cuh"
 #include "kernels/sm90_backward/shared.cuh"
 #include "ptx/reduce.cuh"
 #include "ptx/sync.cuh"
@@ -35,15 +36,17 @@
 namespace attnscope::sm90 {
 
 // Calls `body` with each tile of the thread block, one after the other, and with the barrier that
-// releases its description. One thread.
+// releases its description. Returns how many there were. One thread.
 template <class Shared, class Body>
-__device__ __forceinline__ void for_each_tile(Shared& s, const Body& body) {
+__device__ __forceinline__ int for_each_tile(Shared& s, const Body& body,
+                                             const Timeline* timeline = nullptr) {
 #pragma unroll 1
   for (int n = 0;; ++n) {
     const Slot<kTileBuffers> slot(n);
+    if (timeline != nullptr) timeline->tile(n, BackwardWriterTile::kAwaitTile);
     wait(s.tile_full[slot.stage], slot.parity);
     const KeyTile& t = s.tile[slot.stage];
-    if (t.rows == 0) return;
+    if (t.rows == 0) return n;
     body(t, s.tile_empty[slot.stage]);
   }
 }

@@ -34,7 +34,8 @@ template <class Config>
 __device__ __forceinline__ void schedule_wide(const BackwardArguments& a, WideShared<Config>& s,
                                               int rank) {
   using Element = typename Config::Element;
-  const bool ordered = a.tickets != nullptr;  // all tiles come from the counter
+  // All tiles come from the counter.
+  const bool ordered = a.tickets != nullptr || a.tile_list != nullptr;
   if (ptx::lane() == 0) s.number = 0;
   __syncwarp();
 #pragma unroll 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,9 @@ from attnscope.timeline.layout import (
 )
 
 KEYS = 64  # of a consumer
-SCHEDULER, PRODUCER, WRITER, CONSUMER = range(4)  # lanes; consumers have all from the last on
+SCHEDULER, PRODUCER, WRITER = range(3)  # the first lanes of roles
+WRITERS = 2
+CONSUMER = WRITER + WRITERS
 
 SCHEDULER_TILE = (
     State("AwaitSlot", "wait for a slot", SLOT_WAIT),
@@ -146,6 +149,10 @@ class Backward(Layout):
         consumer = consumer_step(early_values)
         self.step_states = {"producer": PRODUCER_STEP, "writer": WRITER_STEP, "consumer": consumer}
 
+    @cached_property
+    def lanes(self) -> tuple[str, ...]:
+        return ("scheduler", "producer", *["writer"] * WRITERS, "consumer")
+
     def steps_of_tiles(self, notes: NDArray[np.int32], facts: Facts) -> Counts:
         blocks = np.maximum(self.note(notes, "end") - self.note(notes, "begin"), 0)
         return blocks * self._heads(notes)
@@ -193,8 +200,9 @@ class Backward(Layout):
         word, tile, inside, marks = rows
         if lane == PRODUCER:
             due = ~np.isin(word, LATE_K) | ((inside == 0) & loads_k_late(facts["tile"]))
-        elif lane == WRITER:
+        elif lane < CONSUMER:
             due = (word != PUBLISH) | (marks != 0)
+            due &= np.arange(len(tile))[:, None] % WRITERS == lane - WRITER
         else:
             consumer, consumers = lane - CONSUMER, facts["tile"]["consumers"]
             block = self._blocks(notes, tile, inside)

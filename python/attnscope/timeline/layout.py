@@ -94,7 +94,7 @@ class Places:
 
 
 class Layout(ABC):
-    """The roles of a kernel, one for each lane; all consumers have the last one.
+    """The roles of a kernel. Each lane has one; all consumers have the last one.
 
     A tile has steps: blocks of keys in the forward, of queries in the backward. `notes` has the
     scheduler's words of each tile of a block, [tiles, len(self.notes)].
@@ -113,9 +113,14 @@ class Layout(ABC):
         return tuple(self.tile_states)
 
     @cached_property
+    def lanes(self) -> tuple[str, ...]:
+        """The role of each lane, up to the first consumer's."""
+        return self.roles
+
+    @cached_property
     def consumer(self) -> int:
         """The lane of the first consumer; the others follow it."""
-        return len(self.roles) - 1
+        return len(self.lanes) - 1
 
     @cached_property
     def states(self) -> dict[str, tuple[State, ...]]:
@@ -133,7 +138,7 @@ class Layout(ABC):
         return tuple(dict.fromkeys(state.begins for state in states if state.begins))
 
     def role_of(self, lane: int) -> str:
-        return self.roles[min(lane, self.consumer)]
+        return self.lanes[min(lane, self.consumer)]
 
     def has_steps(self, lane: int) -> bool:
         """Whether a lane marks steps besides tiles."""
@@ -141,7 +146,8 @@ class Layout(ABC):
 
     def lane_name(self, lane: int) -> str:
         role = self.role_of(lane)
-        return f"consumer {lane - self.consumer}" if role == "consumer" else role
+        is_one = role != self.roles[-1] and self.lanes.count(role) == 1
+        return role if is_one else f"{role} {lane - self.lanes.index(role)}"
 
     def note(self, notes: NDArray[np.int32], name: str) -> Counts:
         """One word of each tile."""

@@ -33,7 +33,7 @@ struct Shares {
   bool have_heads = false;
 };
 
-long g_turns, g_parts, g_heads, g_ascending, g_ascending_packed;
+long g_turns, g_parts, g_heads, g_ascending, g_ascending_packed, g_listed;
 int g_loads;  // of a ticket
 
 int blocks_of(int rows, int block) { return (rows + block - 1) / block; }
@@ -159,9 +159,23 @@ const char* check(const Call& c, int section, const Shares& shares, bool alterna
   const char* wrong = nullptr;
   int64_t rows = 0;  // of all tiles and parts
   KeyTile t;
-  if (a.tile_list != nullptr) {
+  // Lists the tiles. They come from the longest sequences first, but for a block on its border.
+  const auto list_all = [&] {
     emulator::launch(2, 32, 1, [&] { list_tiles(a, Config::kBlockN); });
-  }
+    int before = INT_MAX - 1;
+    emulator::launch(1, 32, 1, [&] {
+      for (int index = 0; index < units; ++index) {
+        describe(index, t);
+        if (threadIdx.x == 0 && t.rows > 0) {
+          const int blocks = blocks_of(t.seqlen_k, Config::kBlockN);
+          if (blocks > before + 1) wrong = "a longer sequence comes later";
+          before = blocks;
+        }
+        __syncwarp();
+      }
+    });
+  };
+  if (a.tile_list != nullptr) list_all();
   emulator::launch(1, 32, 1, [&] {
     for (int index = 0; index < units; ++index) {
       describe(index, t);
@@ -211,10 +225,11 @@ const char* check(const Call& c, int section, const Shares& shares, bool alterna
   if (const char* of_parts = check_shares(a); of_parts != nullptr) return of_parts;
   const bool is_full = c.left < 0 && c.right < 0, has_room = packed || c.seqlen_q >= c.seqlen_k;
   std::vector<int> starts(added.size());
-  emulator::launch(1, 32, 1, [&] {
+  int64_t rows_now = 0;
+  const auto start_all = [&] {
     for (int index = 0; index < units; ++index) {
       describe(index, t);
-      if (threadIdx.x == 0 && t.begin < t.end) rows -= t.rows;
+      if (threadIdx.x == 0 && t.begin < t.end) rows_now += t.rows;
       if (threadIdx.x == 0 && t.rows > 0 && t.begin < t.end) {
         if (t.start < t.begin || t.start >= t.end) wrong = "a tile starts outside of its blocks";
         if (c.right >= 0 && t.start != t.begin) wrong = "a masked tile does not start at its first";
@@ -225,9 +240,20 @@ const char* check(const Call& c, int section, const Shares& shares, bool alterna
       }
       __syncwarp();
     }
-  });
+  };
+  emulator::launch(1, 32, 1, start_all);
   const bool parts_alike = parts == 1 || shares.have_heads;  // turns change which tiles come last
-  if (parts_alike && rows != 0 && wrong == nullptr) wrong = "with turns, other tiles come";
+  if (parts_alike && rows != rows_now && wrong == nullptr) wrong = "with turns, other tiles come";
+  if (packed && parts_alike && wrong == nullptr) {
+    a.tile_list = list.data();
+    std::fill(list.begin(), list.end(), Tile{});
+    std::fill(starts.begin(), starts.end(), 0);
+    rows_now = 0;
+    list_all();
+    emulator::launch(1, 32, 1, start_all);
+    if (rows != rows_now && wrong == nullptr) wrong = "the list has other tiles";
+    g_listed += units;
+  }
   return wrong;
 }
 
@@ -294,5 +320,5 @@ int main() {
   }
   std::printf("%ld turns in order, %ld of them ascending, %ld in packed calls; ", g_turns,
               g_ascending, g_ascending_packed);
-  std::printf("%ld parts, %ld heads of parts\n", g_parts, g_heads);
+  std::printf("%ld parts, %ld heads of parts; %ld tiles listed\n", g_parts, g_heads, g_listed);
 }
