@@ -110,6 +110,10 @@ constexpr int64_t key_tiles(const ForwardParams& p, const BackwardTile& t) {
   return p.heads_kv * block_count(p.packed(), p.total_k, p.seqlen_k, p.batch, t.block_n);
 }
 
+constexpr bool lengths_differ(const ForwardParams& p) {
+  return p.packed() && p.total_k < int64_t{p.batch} * p.seqlen_k;
+}
+
 // Tiles of a call that several thread blocks share, each with a part of the queries, see parts.cuh;
 // and the time that the call is estimated to take, in tenths of a microsecond.
 struct TileParts {
@@ -160,7 +164,7 @@ constexpr int64_t blocks_of_tile(const ForwardParams& p, const BackwardTile& t, 
 struct TileWork {
   const BackwardTile& tile;
   bool packed, causal, deterministic;
-  bool listed = false;  // sequences come longest first, see lists_tiles
+  bool listed = false;  // packed, causal: sequences come longest first, see lists_tiles
   int64_t slots = 0;    // SMs, or clusters
   int64_t heads = 0;    // key heads
   int64_t group = 0;    // query heads of a key head
@@ -192,7 +196,7 @@ constexpr TileWork tile_work(const ForwardParams& p, const BackwardTile& t, int 
                              bool deterministic) {
   const int64_t batch = std::max(p.batch, 1);
   TileWork w{t, p.packed(), is_causal(p), deterministic};
-  w.listed = w.packed && p.total_k < batch * p.seqlen_k;
+  w.listed = lengths_differ(p);
   w.slots = std::max(sms / (t.wide() ? kWideRanks : 1), 1);
   w.heads = p.heads_kv * (w.packed ? 1 : batch);
   w.group = p.heads_kv > 0 ? p.heads_q / p.heads_kv : p.heads_q;
@@ -329,8 +333,7 @@ struct BackwardWorkspace {
 // differ: otherwise tiles come in the same order without a list.
 constexpr bool lists_tiles(const BackwardParams& params) {
   const ForwardParams& p = params.forward;
-  const bool differ = p.total_k < int64_t{p.batch} * p.seqlen_k;
-  return p.packed() && is_causal(p) && (params.deterministic || differ);
+  return p.packed() && is_causal(p) && (params.deterministic || lengths_differ(p));
 }
 
 inline BackwardWorkspace backward_layout(const BackwardParams& params,
