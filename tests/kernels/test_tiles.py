@@ -355,6 +355,21 @@ static_assert(packed_parts(4, 4, 7, 13, 3515, 32768, true) == 2);
 static_assert(packed_parts(4, 8, 4, 10, 1977, 8192, true) == 1, "four heads drift less");
 static_assert(packed_parts(0, 8, 4, 4, 2048, 8192, true) == 1, "at most four waves at head dim 64");
 static_assert(packed_parts(4, 16, 1, 5, 3210, 8192, true) == 1, "one head");
+// Whether the preprocess may list the tiles of a batch of four, at most 2,048 long.
+constexpr bool listed(int total, bool causal, bool deterministic) {
+  BackwardParams b{};
+  b.deterministic = deterministic;
+  b.forward.batch = 4;
+  b.forward.seqlen_k = 2048;
+  b.forward.total_k = total;
+  b.forward.window_left = -1;
+  b.forward.window_right = causal ? 0 : -1;
+  constexpr int32_t kNoBounds = 0;
+  b.forward.cu_seqlens_q = b.forward.cu_seqlens_k = &kNoBounds;
+  return sm90::lists_tiles(b);
+}
+static_assert(listed(8000, true, false) && !listed(8000, false, false), "lengths differ");
+static_assert(!listed(8192, true, false) && listed(8192, true, true) && !listed(8192, false, true));
 static_assert(hopper(200, true) == 256 && hopper(256, false) == 256 && hopper(264, false) == 0);
 
 constexpr int kA100 = 166912, kAda = 101376;  // shared memory of a thread block
