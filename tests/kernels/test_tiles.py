@@ -333,19 +333,22 @@ static_assert(have_heads(8, true, false, false) && have_heads(8, true, true, fal
 static_assert(!have_heads(8, false, false, false) && !have_heads(1, true, false, false));
 static_assert(have_heads(8, false, false, true) && have_heads(8, true, true, true));
 static_assert(!have_heads(1, true, false, true), "a packed tile has no parts of queries");
-// Parts of a causal packed batch; its longest sequence and the sum of all.
-constexpr int packed_parts(int row, int heads, int group, int batch, int longest, int total,
-                           bool deterministic) {
+// A causal packed batch; its longest sequence and the sum of all.
+constexpr ForwardParams packed_batch(int batch, int longest, int total) {
   ForwardParams p{};
   p.batch = batch;
-  p.heads_kv = heads;
-  p.heads_q = heads * group;
   p.seqlen_q = p.seqlen_k = longest;
   p.total_q = p.total_k = total;
   p.window_left = -1;
-  p.window_right = 0;
   constexpr int32_t kNoBounds = 0;
   p.cu_seqlens_q = p.cu_seqlens_k = &kNoBounds;
+  return p;
+}
+constexpr int packed_parts(int row, int heads, int group, int batch, int longest, int total,
+                           bool deterministic) {
+  ForwardParams p = packed_batch(batch, longest, total);
+  p.heads_kv = heads;
+  p.heads_q = heads * group;
   return sm90::split_tiles(p, sm90::kBackwardTiles[row], 132, deterministic).parts;
 }
 static_assert(packed_parts(4, 4, 7, 10, 3287, 8192, false) == 2, "its longest tile is late");
@@ -359,13 +362,8 @@ static_assert(packed_parts(4, 16, 1, 5, 3210, 8192, true) == 1, "one head");
 constexpr bool listed(int total, bool causal, bool deterministic) {
   BackwardParams b{};
   b.deterministic = deterministic;
-  b.forward.batch = 4;
-  b.forward.seqlen_k = 2048;
-  b.forward.total_k = total;
-  b.forward.window_left = -1;
+  b.forward = packed_batch(4, 2048, total);
   b.forward.window_right = causal ? 0 : -1;
-  constexpr int32_t kNoBounds = 0;
-  b.forward.cu_seqlens_q = b.forward.cu_seqlens_k = &kNoBounds;
   return sm90::lists_tiles(b);
 }
 static_assert(listed(8000, true, false) && !listed(8000, false, false), "lengths differ");

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "attn/params.h"
+#include "kernels/sm90_backward/order.h"
 
 namespace attnscope::sm90 {
 
@@ -243,7 +244,7 @@ constexpr int64_t call_time(const TileWork& w, bool have_heads, int64_t split, i
     if (!w.packed) return std::max(part, first) + sum;
     const int64_t each = w.time_of(w.other, parts, twice) * (100 + drift(w, heads)) / 100;
     const bool descend =
-        w.deterministic && 3 * w.longest.tiles * w.heads * parts < 5 * w.slots;  // see Turns
+        w.deterministic && !has_turns_both_ways(w.longest.tiles * w.heads * parts, w.slots);
     const int64_t start = descend ? std::max(first - part / 2, int64_t{0}) : 0;
     const int64_t rest = w.others > 0 ? w.time_of(w.other.blocks * heads) - each : 0;
     const int64_t late = std::max(rest, int64_t{0}) * (w.listed && !w.deterministic ? 2 : 3) / 4;

@@ -13,6 +13,12 @@ namespace attnscope::sm90 {
 // Waves of tiles up to which those that come last must not be long.
 inline constexpr int kFewWaves = 8;
 
+// Whether the heads of a sequence with turns come in sections of both directions: where its tiles
+// fill the slots five thirds times.
+ATTNSCOPE_HOST_DEVICE constexpr bool has_turns_both_ways(int64_t tiles, int64_t slots) {
+  return 3 * tiles >= 5 * slots;
+}
+
 // The heads whose tiles come together, with `slots` SMs or clusters, where first tiles are longest.
 // Who had a long tile gets a short one of the next section: so the call has an even number of equal
 // sections. Each has the heads whose tiles fill the slots once, to nine tenths, if their number
@@ -63,7 +69,7 @@ constexpr int choose_section_of_packed(const TileOrder& order, const ForwardPara
 // slots about once each. With fewer tiles it is all heads, which list_tiles may take one by one.
 ATTNSCOPE_HOST_DEVICE constexpr int section_of_sequence(int blocks, int heads, int slots) {
   const int64_t tiles = int64_t{blocks} * heads;
-  if (3 * tiles < 5 * int64_t{slots}) return heads;
+  if (!has_turns_both_ways(tiles, slots)) return heads;
   int sections = 2 * static_cast<int>((tiles + slots) / (2 * int64_t{slots}));
   if (sections >= heads) return 1;
   while (heads % 2 == 0 && heads % sections != 0) sections -= 2;

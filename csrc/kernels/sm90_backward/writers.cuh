@@ -33,8 +33,15 @@ struct QueryGradient {
     ptx::mbarrier_arrive(ptx::shared_address(&s.dq_taken[count & 1 ^ 1]));
   }
   __device__ __forceinline__ void await() const { wait(s.dq_full[slot.stage], slot.parity); }
-  // Stores the block, or adds it, and releases the buffer when TMA has read it. A run-time kStores
-  // would be predicates: each addition would pass by the instructions of the store.
+  // Stores the block, or adds it, and releases the buffer when TMA has read it. Two branches: with
+  // predicates each addition would pass by the instructions of the store.
+  __device__ __forceinline__ void send(bool stores) const {
+    if (stores) {
+      send<true>();
+    } else {
+      send<false>();
+    }
+  }
   template <bool kStores>
   __device__ __forceinline__ void send() const {
     mark(BackwardWriterStep::kIssue);
@@ -92,12 +99,8 @@ __device__ __forceinline__ void send_in_turn(const QueryGradient<Config>& g, con
   g.take_ring();
   g.await();
   g.pass_ring();
-  if (is_first) {
-    g.template send<true>();
-    a.claims[g.place] = kStored;
-  } else {
-    g.template send<false>();
-  }
+  g.send(is_first);
+  if (is_first) a.claims[g.place] = kStored;
   g.complete();
   inject(Fault::kTurn, g.place);
   ptx::release_add(a.tickets + g.place);
@@ -113,11 +116,7 @@ __device__ __forceinline__ void send_of_head(const QueryGradient<Config>& g, con
   g.await();
   ptx::fence_proxy_async_global();
   g.mark(BackwardWriterStep::kClaim);
-  if (is_first) {
-    g.template send<true>();
-  } else {
-    g.template send<false>();
-  }
+  g.send(is_first);
   g.complete();
   g.pass_ring();
 }

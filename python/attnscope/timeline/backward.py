@@ -198,19 +198,19 @@ class Backward(Layout):
         self, found: Places, lane: int, rows: Rows, notes: NDArray[np.int32], facts: Facts
     ) -> None:
         word, tile, inside, marks = rows
+        number = np.arange(len(tile))[:, None]  # of the step, in the thread block
         if lane == PRODUCER:
             due = ~np.isin(word, LATE_K) | ((inside == 0) & loads_k_late(facts["tile"]))
         elif lane < CONSUMER:
             due = (word != PUBLISH) | (marks != 0)
-            due &= np.arange(len(tile))[:, None] % WRITERS == lane - WRITER
+            due &= number % WRITERS == lane - WRITER
         else:
             consumer, consumers = lane - CONSUMER, facts["tile"]["consumers"]
             block = self._blocks(notes, tile, inside)
             sees = block >= self._first_blocks(notes, facts)[tile[:, 0], consumer][:, None]
             due = np.where(word == PASS_OVER, ~sees, sees)
             due &= (word != ISSUE_VALUES) | self.early_values
-            turn = np.arange(len(tile))[:, None] % consumers == consumer
-            due = np.where(np.isin(word, TURN), turn, due)
+            due = np.where(np.isin(word, TURN), number % consumers == consumer, due)
         found.add(marks, due, tile, 1, inside, word, WORDS + word, inside)
 
     def costs(self, consumer: Any) -> dict[str, Counts]:

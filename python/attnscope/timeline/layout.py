@@ -146,8 +146,8 @@ class Layout(ABC):
 
     def lane_name(self, lane: int) -> str:
         role = self.role_of(lane)
-        is_one = role != self.roles[-1] and self.lanes.count(role) == 1
-        return role if is_one else f"{role} {lane - self.lanes.index(role)}"
+        has_several = role == self.roles[-1] or self.lanes.count(role) > 1
+        return f"{role} {lane - self.lanes.index(role)}" if has_several else role
 
     def note(self, notes: NDArray[np.int32], name: str) -> Counts:
         """One word of each tile."""
