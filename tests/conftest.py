@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,13 @@ def fixed_seed() -> None:
         torch.manual_seed(0)
     else:  # without the stack that torch.manual_seed keeps for a device: 2 ms
         torch.default_generator.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def default_stream() -> Iterator[None]:
+    """Fail a test that leaves another stream current, on which later tests would run."""
+    yield
+    if torch.cuda.is_initialized():
+        left, default = torch.cuda.current_stream(), torch.cuda.default_stream()
+        torch.cuda.set_stream(default)
+        assert left == default, f"the current stream must be the default one, got {left}"

@@ -39,6 +39,7 @@ IMPLS = {
 
 def make_target(impl: str | None, dtype: torch.dtype) -> Target:
     if impl == "triton":
+        pytest.importorskip("attnscope.triton.forward")  # both register their ops
         pytest.importorskip("attnscope.triton.backward")
     if impl == "cuda-sm90" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper device")

@@ -182,7 +182,8 @@ class CudaGraph:
             try:
                 # On the current stream, if it can be captured: autograd runs a backward there.
                 default = stream == torch.cuda.default_stream()
-                with torch.cuda.graph(graph, stream=None if default else stream):
+                capture = torch.cuda.graph(graph, stream=None if default else stream)
+                with torch.cuda.stream(stream), capture:  # one that fails leaves its stream current
                     call()
             except Exception as error:
                 # A capture that fails leaves the generator waiting for its end.
