@@ -39,16 +39,17 @@ LEFT_OUT = {
     ("synccheck", "cuda-sm80", "turns"),
 }
 RUNS = [
-    (tool, impl, part)
+    (tool, impl, part, share)
     for tool in CLEAN
     for impl in ("cuda", "cuda-sm80")
     for part in sanitized_calls.PARTS
     if (tool, impl, part) not in LEFT_OUT
+    for share in range(sanitized_calls.SHARES.get(part, 1))
 ]
 
 
 def sanitize(
-    tool: str, impl: str, part: str, library: Path | None = None
+    tool: str, impl: str, part: str, share: int, library: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     sanitizer = shutil.which("compute-sanitizer")
     assert sanitizer is not None
@@ -59,7 +60,7 @@ def sanitize(
     if library is not None:
         environment["ATTNSCOPE_CUDA_LIBRARY"] = str(library)
     return subprocess.run(
-        [*command, sys.executable, str(SCRIPT), impl, part],
+        [*command, sys.executable, str(SCRIPT), impl, part, str(share)],
         env=environment,
         capture_output=True,
         text=True,
@@ -136,10 +137,10 @@ def test_the_backward_calls_use_every_tile_of_an_h200(kernel, tiles, part):
 
 @pytest.mark.gpu
 @pytest.mark.sanitizer
-@pytest.mark.parametrize(("tool", "impl", "part"), RUNS)
-def test_compute_sanitizer_finds_nothing(tool, impl, part):
+@pytest.mark.parametrize(("tool", "impl", "part", "share"), RUNS)
+def test_compute_sanitizer_finds_nothing(tool, impl, part, share):
     variant = build("racecheck") if tool == "racecheck" and impl == "cuda" else None
-    result = sanitize(tool, impl, part, variant)
+    result = sanitize(tool, impl, part, share, variant)
     found = [line for line in result.stdout.splitlines() if line.startswith("=========")]
     assert result.returncode == 0, "\n".join([*found[:60], result.stderr[-2000:]])
     assert CLEAN[tool] in result.stdout
@@ -153,7 +154,7 @@ def test_compute_sanitizer_finds_nothing(tool, impl, part):
 @pytest.mark.slow
 def test_racecheck_finds_a_planted_race():
     """The variant whose scheduler does not wait for the readers of a tile's description."""
-    result = sanitize("racecheck", "cuda", "handover", build("planted-race"))
+    result = sanitize("racecheck", "cuda", "handover", 0, build("planted-race"))
     assert "calls done" in result.stdout, result.stdout[-2000:] + result.stderr[-2000:]
     (hazards,) = re.findall(r"RACECHECK SUMMARY: (\d+) hazards? displayed", result.stdout)
     assert int(hazards) > 0

@@ -1,4 +1,4 @@
-"""Calls for compute-sanitizer: `python sanitized_calls.py IMPL PART`.
+"""Calls for compute-sanitizer: `python sanitized_calls.py IMPL PART SHARE`.
 
 Inputs are copied from the host, because initcheck sees a copy's writes and racecheck fails in some
 kernels of torch.
@@ -10,6 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -138,6 +139,7 @@ def turns() -> Iterator[Case]:
 VARIANTS = {"cuda": 0, "cuda-sm80": 80}
 PARTS = {part.__name__: part for part in (shapes, reuse, values, handover, graph, gradients, turns)}
 BACKWARD = ("gradients", "turns")
+SHARES = dict.fromkeys(BACKWARD, 8)  # a part's calls are spread over as many processes; others: one
 
 
 POOL = 1 << 24  # elements of the largest tensor
@@ -204,9 +206,9 @@ def call_backward(
     )  # fmt: skip
 
 
-def main(impl: str, part: str) -> None:
+def main(impl: str, part: str, share: int) -> None:
     begin, count, inputs = time.monotonic(), 0, Inputs()
-    for c in PARTS[part]():
+    for c in islice(PARTS[part](), share, None, SHARES.get(part, 1)):
         tensors, bounds = inputs.of(c, part == "values")
         if part in BACKWARD:
             given = inputs.of_backward(c, tensors[0])
@@ -225,4 +227,4 @@ def main(impl: str, part: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
