@@ -139,7 +139,7 @@ def turns() -> Iterator[Case]:
 VARIANTS = {"cuda": 0, "cuda-sm80": 80}
 PARTS = {part.__name__: part for part in (shapes, reuse, values, handover, graph, gradients, turns)}
 BACKWARD = ("gradients", "turns")
-SHARES = dict.fromkeys(BACKWARD, 8)  # a part's calls are spread over as many processes; others: one
+SHARES = {part: 8 if part in BACKWARD else 1 for part in PARTS}  # processes for a part's calls
 
 
 POOL = 1 << 24  # elements of the largest tensor
@@ -208,7 +208,7 @@ def call_backward(
 
 def main(impl: str, part: str, share: int) -> None:
     begin, count, inputs = time.monotonic(), 0, Inputs()
-    for c in islice(PARTS[part](), share, None, SHARES.get(part, 1)):
+    for c in islice(PARTS[part](), share, None, SHARES[part]):
         tensors, bounds = inputs.of(c, part == "values")
         if part in BACKWARD:
             given = inputs.of_backward(c, tensors[0])
