@@ -208,7 +208,8 @@ std::string choose_forward_sm80(const ForwardParams& p, bool packed, const Devic
 constexpr char kFirstRow[] = "first row that serves the call";
 
 std::string choose_backward_sm90(const ForwardParams& p, const Device& device, bool deterministic) {
-  const auto [row, split] = sm90::choose_backward(p, static_cast<int>(device.sms), deterministic);
+  const auto [row, has_turns, split] =
+      sm90::choose_backward(p, static_cast<int>(device.sms), deterministic);
   const sm90::BackwardTile& t = sm90::kBackwardTiles[row];
   const int ranks = t.wide() ? sm90::kWideRanks : 1;  // thread blocks of a tile
   const int64_t slots = std::max<int64_t>(device.sms / ranks, 1);
@@ -216,9 +217,8 @@ std::string choose_backward_sm90(const ForwardParams& p, const Device& device, b
       choice_of("sm90_backward", describe(t), t.has_rivals() ? "least estimated time" : kFirstRow,
                 1, is_causal(p), nullptr);
   add_counts(json, tiles_of_keys(p, t.block_n), std::min(split.units(), slots) * ranks, slots);
-  json.add("split_tiles", split.split).add("parts", split.parts);
-  json.add("parts_of", split.have_heads ? "query heads" : "queries");
-  return json.text();
+  json.add("turns", has_turns).add("split_tiles", split.split).add("parts", split.parts);
+  return json.add("parts_of", split.have_heads ? "query heads" : "queries").text();
 }
 
 // Shared memory that a thread block may have, in bytes.

@@ -162,7 +162,8 @@ def choose_forward(call: Call) -> dict[str, Any]:
 def choose_backward(call: Call) -> dict[str, Any]:
     """Return which kernel and which tile serve the backward of a call, as `choose_forward` does.
 
-    Both ops take the Hopper kernels by the same rule. `tiles` are of keys. Hopper kernels split the
+    Both ops take the Hopper kernels by the same rule. `tiles` are of keys. `turns`: those of a head
+    add to dq in a fixed order, as a deterministic call asks for. Hopper kernels split the
     last `split_tiles` of them in `parts` each, which have some of their `parts_of`: queries, or
     query heads. A call that takes heads whole (docs/kernels/sm90_backward.md) may have fewer thread
     blocks, and has no parts.
@@ -219,6 +220,8 @@ def print_choice(call: Call, choice: dict[str, Any]) -> None:
         f"thread blocks; {call.sms} SMs of compute capability {major}.{minor} keep "
         f"{choice['resident_blocks']:,}: {at_most}{choice['waves']:,} waves ({waves:.2f})"
     )
+    if choice.get("turns"):
+        say("tiles of a head add to dq in turns")
     if split := choice.get("split_tiles", 0):
         parts, shares = choice["parts"], choice["parts_of"]
         say(f"the last {split:,} tiles are split over their {shares}, in {parts} parts")

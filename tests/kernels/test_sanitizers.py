@@ -38,6 +38,8 @@ LEFT_OUT = {
     ("synccheck", "cuda-sm80", "gradients"),
     ("synccheck", "cuda-sm80", "turns"),
 }
+# dQ leaves the Hopper backward by bulk copies. 2025.3 does not see these, and reports the reads.
+SEES_BULK_COPIES = (2026, 1)
 RUNS = [
     (tool, impl, part, share)
     for tool in CLEAN
@@ -46,6 +48,12 @@ RUNS = [
     if (tool, impl, part) not in LEFT_OUT
     for share in range(sanitized_calls.SHARES[part])
 ]
+
+
+def sanitizer_version() -> tuple[int, ...]:
+    shown = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, text=True)
+    (version,) = re.findall(r"^Version (\d+)\.(\d+)", shown.stdout, re.MULTILINE)
+    return tuple(map(int, version))
 
 
 def sanitize(
@@ -139,6 +147,9 @@ def test_the_backward_calls_use_every_tile_of_an_h200(kernel, tiles, part):
 @pytest.mark.sanitizer
 @pytest.mark.parametrize(("tool", "impl", "part", "share"), RUNS)
 def test_compute_sanitizer_finds_nothing(tool, impl, part, share):
+    reads_bulk_copies = impl == "cuda" and part in sanitized_calls.BACKWARD
+    if tool == "initcheck" and reads_bulk_copies and sanitizer_version() < SEES_BULK_COPIES:
+        pytest.skip("initcheck sees bulk copies from compute-sanitizer 2026.1 on")
     variant = build("racecheck") if tool == "racecheck" and impl == "cuda" else None
     result = sanitize(tool, impl, part, share, variant)
     found = [line for line in result.stdout.splitlines() if line.startswith("=========")]

@@ -242,8 +242,8 @@ static_assert(tile(64, 100, 32).block_m == 64, "a head in one tile is taken whol
 static_assert(tile(64, 2048, 12, 132, true).block_m == 128, "the longest of 132 tiles of 192 keys");
 static_assert(tile(64, 8192, 12, 132, true).block_n == 192, "all tiles take longer than one");
 // Heads of a section on 132 SMs, where the Q, dO and dQ of `most` heads fit in L2.
-constexpr int section(int heads, int blocks, bool deterministic = false, int most = 8) {
-  return sm90::choose_section({blocks, heads, std::min(most, heads), 0}, 132, deterministic);
+constexpr int section(int heads, int blocks, bool has_turns = false, int most = 8) {
+  return sm90::choose_section({blocks, heads, std::min(most, heads), 0}, 132, has_turns);
 }
 static_assert(section(128, 16) == 8 && section(8, 32, true) == 4 && section(14, 64) == 7);
 static_assert(section(12, 32, false, 2) == 6, "three heads would not fill the SMs");
@@ -260,7 +260,7 @@ static_assert(section_of_turns(16, 128, 132, false) == 4, "at least four heads")
 static_assert(section_of_turns(8, 128, 66, true) == 1 && section_of_turns(2, 900, 1, true) == 1);
 // Of a packed batch of sequences as long as the longest one, but for one tile of each.
 constexpr int section_of_packed(int heads, int batch, int longest, int total, bool causal,
-                                bool deterministic = false) {
+                                bool has_turns = false) {
   ForwardParams p{};
   p.batch = batch;
   p.seqlen_k = longest;
@@ -268,7 +268,7 @@ constexpr int section_of_packed(int heads, int batch, int longest, int total, bo
   p.window_left = -1;
   p.window_right = causal ? 0 : -1;
   const TileOrder order{total / 128 + batch, heads, 1, 0};
-  return sm90::choose_section_of_packed(order, p, 128, 132, deterministic);
+  return sm90::choose_section_of_packed(order, p, 128, 132, has_turns);
 }
 static_assert(section_of_packed(16, 8, 2048, 16384, true) == 8, "one wave of 16 tiles a head");
 static_assert(section_of_packed(16, 8, 2048, 16384, false) == 1);
@@ -287,7 +287,7 @@ static_assert(section_of_sequence(16, 64) == 2, "eight sections");
 static_assert(section_of_sequence(4, 256) == 1 && section_of_sequence(1, 256) == 1);
 // Parts of the last tiles of a call, and how many thread blocks those are.
 constexpr int64_t parts(int row, int seqlen, int heads, int group, int sms = 132,
-                        int window = -1, bool causal = false, bool deterministic = false) {
+                        int window = -1, bool causal = false, bool has_turns = false) {
   ForwardParams p{};
   p.batch = 1;
   p.heads_kv = heads;
@@ -296,7 +296,7 @@ constexpr int64_t parts(int row, int seqlen, int heads, int group, int sms = 132
   p.window_left = window;
   p.window_right = causal ? 0 : window;
   const sm90::TileParts split =
-      sm90::split_tiles(p, sm90::kBackwardTiles[row], sms, deterministic);
+      sm90::split_tiles(p, sm90::kBackwardTiles[row], sms, has_turns);
   return 1000 * split.parts + split.split * split.parts;
 }
 static_assert(parts(3, 4096, 64, 1) == 3000 + 3 * 68, "15 waves, and 68 of 2,048 tiles");
@@ -316,7 +316,7 @@ static_assert(parts(4, 2048, 8, 4, 132, -1, true, true) == 2000 + 2 * 128);
 static_assert(parts(4, 2048, 1, 8, 132, -1, true) == 8000 + 8 * 16, "a head each");
 static_assert(parts(3, 8192, 4, 7, 132, -1, true) == 1000, "too many parts");
 // What parts have: of tiles of heads, or of one head, under a causal mask.
-constexpr bool have_heads(int group, bool causal, bool deterministic, bool packed) {
+constexpr bool have_heads(int group, bool causal, bool has_turns, bool packed) {
   ForwardParams p{};
   p.batch = 1;
   p.heads_kv = 1;
@@ -326,7 +326,7 @@ constexpr bool have_heads(int group, bool causal, bool deterministic, bool packe
   p.window_right = causal ? 0 : -1;
   constexpr int32_t kNoBounds = 0;
   if (packed) p.cu_seqlens_q = p.cu_seqlens_k = &kNoBounds;
-  const auto split = sm90::split_tiles(p, sm90::kBackwardTiles[3], 132, deterministic);
+  const auto split = sm90::split_tiles(p, sm90::kBackwardTiles[3], 132, has_turns);
   return split.parts > 1 && split.have_heads;
 }
 static_assert(have_heads(8, true, false, false) && have_heads(8, true, true, false));
@@ -345,29 +345,47 @@ constexpr ForwardParams packed_batch(int batch, int longest, int total) {
   return p;
 }
 constexpr int packed_parts(int row, int heads, int group, int batch, int longest, int total,
-                           bool deterministic) {
+                           bool has_turns) {
   ForwardParams p = packed_batch(batch, longest, total);
   p.heads_kv = heads;
   p.heads_q = heads * group;
-  return sm90::split_tiles(p, sm90::kBackwardTiles[row], 132, deterministic).parts;
+  return sm90::split_tiles(p, sm90::kBackwardTiles[row], 132, has_turns).parts;
 }
 static_assert(packed_parts(4, 4, 7, 10, 3287, 8192, false) == 2, "its longest tile is late");
 static_assert(packed_parts(4, 4, 7, 10, 3287, 8192, true) == 4, "seven heads drift apart too");
 static_assert(packed_parts(4, 4, 7, 13, 3515, 32768, false) == 1, "many tiles: the sum costs more");
 static_assert(packed_parts(4, 4, 7, 13, 3515, 32768, true) == 2);
 static_assert(packed_parts(4, 8, 4, 10, 1977, 8192, true) == 1, "four heads drift less");
+static_assert(packed_parts(4, 8, 4, 3, 3000, 9000, true) == 1);
 static_assert(packed_parts(0, 8, 4, 4, 2048, 8192, true) == 1, "at most four waves at head dim 64");
 static_assert(packed_parts(4, 16, 1, 5, 3210, 8192, true) == 1, "one head");
 // Whether the preprocess may list the tiles of a batch of four, at most 2,048 long.
-constexpr bool listed(int total, bool causal, bool deterministic) {
-  BackwardParams b{};
-  b.deterministic = deterministic;
-  b.forward = packed_batch(4, 2048, total);
-  b.forward.window_right = causal ? 0 : -1;
-  return sm90::lists_tiles(b);
+constexpr bool listed(int total, bool causal, bool has_turns) {
+  ForwardParams p = packed_batch(4, 2048, total);
+  p.window_right = causal ? 0 : -1;
+  return sm90::lists_tiles(p, has_turns);
 }
 static_assert(listed(8000, true, false) && !listed(8000, false, false), "lengths differ");
 static_assert(!listed(8192, true, false) && listed(8192, true, true) && !listed(8192, false, true));
+// Whether a call takes turns that it need not take.
+constexpr bool turns(int head_dim, int seqlen, int heads_q, int heads_kv, int batch,
+                     bool causal = true, int window = -1) {
+  ForwardParams p{};
+  p.batch = batch;
+  p.heads_q = heads_q;
+  p.heads_kv = heads_kv;
+  p.seqlen_q = p.seqlen_k = seqlen;
+  p.head_dim = p.head_dim_v = head_dim;
+  p.window_left = window;
+  p.window_right = causal ? 0 : -1;
+  return sm90::choose_backward(p, 132, false).has_turns;
+}
+static_assert(turns(128, 1024, 32, 8, 16) && turns(80, 16384, 32, 8, 1));
+static_assert(turns(128, 8192, 8, 1, 1), "parts of heads");
+static_assert(!turns(128, 1023, 32, 8, 16) && !turns(128, 2048, 32, 32, 8), "no room to gain");
+static_assert(!turns(64, 2048, 32, 8, 8) && !turns(256, 2048, 32, 8, 8));
+static_assert(!turns(128, 2048, 32, 8, 8, false) && !turns(128, 2048, 32, 8, 8, true, 500));
+static_assert(!turns(128, 2048, 28, 4, 1) && turns(128, 8192, 28, 4, 1), "parts of queries");
 static_assert(hopper(200, true) == 256 && hopper(256, false) == 256 && hopper(264, false) == 0);
 
 constexpr int kA100 = 166912, kAda = 101376;  // shared memory of a thread block

@@ -198,6 +198,9 @@ ALTERNATES = {
     "less wide": (3, 700, 900, 4, 4, 192),
     "more keys than queries": (1, 333, 2500, 10, 10, 128),
     "rows without keys": (2, 2000, 1000, 12, 12, 128),
+    "four heads a tile": (1, 1030, 1030, 64, 16, 128),
+    "four heads a tile, wide": (1, 900, 1100, 32, 8, 256),
+    "seven heads a tile": (3, 600, 650, 49, 7, 64),
 }
 # More causal tiles than SMs, and the longest one takes longer than all tiles would on all SMs.
 SPLITS_LONGEST = {
@@ -282,6 +285,19 @@ def test_turns_that_ascend_and_descend(name, softcap):
     """Hopper: causal calls with more tiles than fit at once; an odd number of heads too."""
     choice = checked_choice(ALTERNATES[name], causal=True, softcap=softcap)
     assert choice["tiles"] > slots_of(choice)
+
+
+def test_grouped_heads_take_turns_unasked():
+    """Hopper: where a call is faster with turns, its gradients have the same bits in every call."""
+    target = make_target("cuda-sm90", BF16)
+    q, k, v = target.qkv(4, 1100, 1100, 32, 8, 128)
+    assert choice_of(q, k, v, causal=True)["turns"]
+    results = [
+        gradients(target, q, k, v, dout=torch.ones_like(q), causal=True, deterministic=asked)
+        for asked in (False, True, False)
+    ]
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 def packed_call(

@@ -3,7 +3,7 @@
 //
 // The claim of (query head, block of queries) is 0, then counts the writers who might be first, and
 // has kStored added once the part is in global memory. Who takes 0 from it stores, the others wait
-// until it is stored, and add. In a deterministic call the first in turn stores, and marks the
+// until it is stored, and add. In a call with turns the first in turn stores, and marks the
 // claim for the postprocess alone: a block that nobody has claimed sees no key.
 //
 // Under a causal mask tiles start at different blocks of queries. Without a right bound of the

@@ -164,7 +164,7 @@ constexpr int64_t blocks_of_tile(const ForwardParams& p, const BackwardTile& t, 
 // What the estimate of a call's time knows of it.
 struct TileWork {
   const BackwardTile& tile;
-  bool packed, causal, deterministic;
+  bool packed, causal, has_turns;
   bool listed = false;  // packed, causal: sequences come longest first, see lists_tiles
   int64_t slots = 0;    // SMs, or clusters
   int64_t heads = 0;    // key heads
@@ -194,9 +194,9 @@ struct TileWork {
 };
 
 constexpr TileWork tile_work(const ForwardParams& p, const BackwardTile& t, int sms,
-                             bool deterministic) {
+                             bool has_turns) {
   const int64_t batch = std::max(p.batch, 1);
-  TileWork w{t, p.packed(), is_causal(p), deterministic};
+  TileWork w{t, p.packed(), is_causal(p), has_turns};
   w.listed = lengths_differ(p);
   w.slots = std::max(sms / (t.wide() ? kWideRanks : 1), 1);
   w.heads = p.heads_kv * (w.packed ? 1 : batch);
@@ -219,9 +219,10 @@ constexpr TileWork tile_work(const ForwardParams& p, const BackwardTile& t, int 
 
 // Tiles of `heads` query heads, one after the other, drift apart: then L2 does not hold what the
 // other tiles of the key head need. In percent of a step; measured of packed batches at head dim
-// 128, where turns run in one direction.
+// 128. With turns up to three heads stay close, see Turns.
 constexpr int64_t drift(const TileWork& w, int64_t heads) {
-  return w.packed && w.tile.head_dim == 128 ? (heads - 1) * (w.deterministic ? 5 : 1) : 0;
+  if (!w.packed || w.tile.head_dim != 128) return 0;
+  return w.has_turns ? std::max(heads - 3, int64_t{0}) * (heads - 1) : heads - 1;
 }
 
 // The time of a call whose last `split` tiles have parts, in tenths of a microsecond. Tiles that
@@ -234,7 +235,7 @@ constexpr int64_t call_time(const TileWork& w, bool have_heads, int64_t split, i
   constexpr int64_t kSumTime = 40, kSumBytes = 350000;  // of the sum of parts: 4 us, 3.5 TB/s
   const int64_t heads = have_heads ? ceil_div(w.group, parts) : w.group;
   int64_t part = w.time_of((have_heads ? w.blocks : ceil_div(w.blocks, parts)) * heads);
-  if (have_heads && w.deterministic) part += part / 16;  // waits for turns
+  if (have_heads && w.has_turns) part += part / 16;  // waits for turns
   const int64_t units = w.units(split, parts);
   const int64_t bytes = units * TileParts::bytes_of_part(w.tile);
   const int64_t sum = split > 0 ? kSumTime + bytes / kSumBytes : 0;
@@ -244,10 +245,10 @@ constexpr int64_t call_time(const TileWork& w, bool have_heads, int64_t split, i
     if (!w.packed) return std::max(part, first) + sum;
     const int64_t each = w.time_of(w.other, parts, twice) * (100 + drift(w, heads)) / 100;
     const bool descend =
-        w.deterministic && !has_turns_both_ways(w.longest.tiles * w.heads * parts, w.slots);
+        w.has_turns && !has_turns_both_ways(w.longest.tiles * w.heads * parts, w.slots);
     const int64_t start = descend ? std::max(first - part / 2, int64_t{0}) : 0;
     const int64_t rest = w.others > 0 ? w.time_of(w.other.blocks * heads) - each : 0;
-    const int64_t late = std::max(rest, int64_t{0}) * (w.listed && !w.deterministic ? 2 : 3) / 4;
+    const int64_t late = std::max(rest, int64_t{0}) * (w.listed && !w.has_turns ? 2 : 3) / 4;
     return std::max(start + part, first + w.others * each + late) + sum;
   }
   if (w.packed) {
@@ -261,12 +262,12 @@ constexpr int64_t call_time(const TileWork& w, bool have_heads, int64_t split, i
 // which may be the only one; of others, of all tiles, if there are few.
 //
 // Parts of heads take turns as tiles of these heads would, and start as they do. Parts of blocks
-// would wait for the first parts of other tiles: deterministic causal calls have none. Nor have
-// packed batches, where a tile may have few blocks.
+// would wait for the first parts of other tiles: causal calls with turns have none. Nor have packed
+// batches, where a tile may have few blocks.
 constexpr TileParts split_tiles(const ForwardParams& p, const BackwardTile& t, int sms,
-                                bool deterministic) {
+                                bool has_turns) {
   constexpr int64_t kMost = 16, kWaves = 2, kCausalWaves = 4, kPackedWaves = 17, kCausalBlocks = 4;
-  const TileWork w = tile_work(p, t, sms, deterministic);
+  const TileWork w = tile_work(p, t, sms, has_turns);
   const bool differ = w.causal || w.packed;
   const int64_t split = differ ? w.tiles : w.tiles % w.slots;
   const bool drifts = w.causal && drift(w, w.group) > 0;
@@ -285,44 +286,61 @@ constexpr TileParts split_tiles(const ForwardParams& p, const BackwardTile& t, i
     }
   };
   if (differ) try_parts(true, w.group, 30);
-  if (w.packed || (w.causal && deterministic)) return best;
+  if (w.packed || (w.causal && has_turns)) return best;
   // Short parts of a causal tile differ by half in their blocks, which the estimate does not see.
   // Where heads can be shared out instead, parts of blocks have at least kCausalBlocks. With turns
   // they wait for each other.
   try_parts(false, w.causal && w.group > 1 ? w.blocks / kCausalBlocks : w.blocks,
-            deterministic ? 8 : 30);
+            has_turns ? 8 : 30);
   return best;
 }
 
-// What serves a call: a row of the table, and its parts.
+// What serves a call: a row of the table, whether tiles take turns, and its parts.
 struct BackwardChoice {
   int row;
+  bool has_turns;
   TileParts split;
 };
 
 // The row that takes the least time: the first one that serves the call, or a later one of its head
 // dim. A head that fits in one tile gets one: it may then need no postprocess, see
 // takes_whole_heads. The row is -1 if none serves the call.
-constexpr BackwardChoice choose_backward(const ForwardParams& p, int sms, bool deterministic) {
+constexpr BackwardChoice choose_row(const ForwardParams& p, int sms, bool has_turns) {
   const int first = first_backward_tile(p);
-  if (first < 0) return {first, {}};
+  if (first < 0) return {first, has_turns, {}};
   const BackwardTile& before = kBackwardTiles[first];
-  BackwardChoice best{first, split_tiles(p, before, sms, deterministic)};
+  BackwardChoice best{first, has_turns, split_tiles(p, before, sms, has_turns)};
   for (int row = first + 1; before.has_rivals() && row < kBackwardTileCount; ++row) {
     const BackwardTile& t = kBackwardTiles[row];
     if (t.head_dim != before.head_dim) break;
     if (p.seqlen_k > t.block_n && p.seqlen_k <= before.block_n) continue;
     if (p.seqlen_k <= t.block_n && !t.takes_whole_heads()) continue;
-    const TileParts split = split_tiles(p, t, sms, deterministic);
-    if (split.time < best.split.time) best = {row, split};
+    const TileParts split = split_tiles(p, t, sms, has_turns);
+    if (split.time < best.split.time) best = {row, has_turns, split};
   }
   return best;
+}
+
+// Whether a call without turns would be faster with them: L2 then holds what the tiles of a head
+// have in common, see Turns. Measured of grouped heads at head dim 128: 0.95 to 1.00 of the time.
+// But 1.04 of it with 512 queries and keys, and 1.05 where parts of queries are given up.
+constexpr bool turns_are_faster(const ForwardParams& p, const BackwardChoice& without) {
+  constexpr int kLeastRows = 1024;
+  const bool has_parts_of_queries = without.split.split > 0 && !without.split.have_heads;
+  return without.row >= 0 && kBackwardTiles[without.row].head_dim == 128 && !p.packed() &&
+         is_causal(p) && p.heads_q > p.heads_kv && !has_parts_of_queries &&
+         std::min(p.seqlen_q, p.seqlen_k) >= kLeastRows;
+}
+
+constexpr BackwardChoice choose_backward(const ForwardParams& p, int sms, bool deterministic) {
+  const BackwardChoice choice = choose_row(p, sms, deterministic);
+  return deterministic || !turns_are_faster(p, choice) ? choice : choose_row(p, sms, true);
 }
 
 // Parts of the workspace, as offsets in bytes. Per query head and block of queries:
 //   statistics  block_m floats log2(e) lse, then block_m floats delta
 //   gradient    dQ / scale in fp32, in the order of the accumulators, see kernel.cuh
-//   tickets     deterministic calls: how many key blocks have added, see turns.cuh
+//   tickets     of turns: how many key blocks have added, see turns.cuh
 //   claims      up to head dim 128: whether the first part of dQ is stored, see claims.cuh
 //   parts       of tiles with parts: dV and dK in fp32, see parts.cuh
 //   tile_list   see lists_tiles
@@ -332,9 +350,8 @@ struct BackwardWorkspace {
 
 // Whether the preprocess may list the tiles, see tile_list.cuh. Without turns that is where lengths
 // differ: otherwise tiles come in the same order without a list.
-constexpr bool lists_tiles(const BackwardParams& params) {
-  const ForwardParams& p = params.forward;
-  return p.packed() && is_causal(p) && (params.deterministic || lengths_differ(p));
+constexpr bool lists_tiles(const ForwardParams& p, bool has_turns) {
+  return p.packed() && is_causal(p) && (has_turns || lengths_differ(p));
 }
 
 inline BackwardWorkspace backward_layout(const BackwardParams& params,
@@ -347,10 +364,11 @@ inline BackwardWorkspace backward_layout(const BackwardParams& params,
   BackwardWorkspace w{};
   w.gradient = aligned(blocks * t.block_m * 2 * 4);
   w.tickets = w.gradient + aligned(blocks * t.block_m * t.head_dim * 4);
-  w.claims = w.tickets + aligned(params.deterministic ? blocks * 4 : 0);
+  w.claims = w.tickets + aligned(choice.has_turns ? blocks * 4 : 0);
   w.parts = w.claims + aligned(t.wide() ? 0 : blocks * 4);
   w.tile_list = w.parts + aligned(choice.split.bytes(t));
-  w.counter = w.tile_list + aligned(lists_tiles(params) ? choice.split.units() * 8 : 0);
+  w.counter =
+      w.tile_list + aligned(lists_tiles(p, choice.has_turns) ? choice.split.units() * 8 : 0);
   w.bytes = w.counter + 256;
   return w;
 }

@@ -57,14 +57,14 @@ class BackwardConsumer {
   __device__ __forceinline__ void run_steps() {
 #pragma unroll 1
     for (; step < last; ++step) {
-      if (block >= first_seen && block < end_seen) {
+      if (order.block >= first_seen && order.block < end_seen) {
         accumulate();
       } else {
         pass_over();
       }
       if (turn == 0) add_query_gradient();
       turn = turn == 0 ? Config::kConsumers - 1 : turn - 1;
-      advance_block();
+      order.advance();
     }
     ptx::pin_registers(dk);
     ptx::pin_registers(dv);
@@ -278,17 +278,15 @@ class BackwardConsumer {
     mark(AtTile::kAwaitTile);
     wait(s.tile_full[slot.stage], slot.parity);
     tile = &s.tile[slot.stage];
-    begin = ptx::uniform(tile->begin);
-    end = ptx::uniform(tile->end);
-    direction = ptx::uniform(tile->direction);
     first_seen = ptx::uniform(tile->consumer[consumer].begin);
     end_seen = ptx::uniform(tile->consumer[consumer].end);
     full_begin = ptx::uniform(tile->consumer[consumer].full_begin);
     full_end = ptx::uniform(tile->consumer[consumer].full_end);
-    block = ptx::uniform(tile->start);
+    order = {ptx::uniform(tile->begin), ptx::uniform(tile->end), ptx::uniform(tile->start),
+             ptx::uniform(tile->end_forward - first_head<Config>(a, *tile))};
     const int seqlen_q = ptx::uniform(tile->seqlen_q);
     ragged_block = a.packed && seqlen_q % kBlockM != 0 ? seqlen_q / kBlockM : -1;
-    last += (end - begin) * uniform_head_count<Config>(a, *tile);
+    last += (order.end - order.begin) * uniform_head_count<Config>(a, *tile);
     return ptx::uniform(tile->rows) != 0;
   }
 
@@ -318,7 +316,7 @@ class BackwardConsumer {
       wait(s.v_full[v_slot.stage], v_slot.parity);
       wait(s.dout_full[slot.stage], slot.parity);
     }
-    if (__builtin_expect(block == ragged_block, false)) {
+    if (__builtin_expect(order.block == ragged_block, false)) {
       clear_rows<Config, kBlockM>(s.q[slot.stage], ragged_rows(), 1 + consumer);
       clear_rows<Config, kBlockM>(s.dout[slot.stage], ragged_rows(), 1 + consumer);
     }
@@ -333,7 +331,7 @@ class BackwardConsumer {
       const int key =
           t.first_key + threadIdx.x / 32 % 4 * 16 + consumer * 64 + threadIdx.x % 32 / 4;
       mask_keys<Config>(p, {t.seqlen_q - t.seqlen_k, f.window_right, f.window_left}, key,
-                        block * kBlockM, t.seqlen_q, t.seqlen_k);
+                        order.block * kBlockM, t.seqlen_q, t.seqlen_k);
     }
     make_probabilities<Config>(a, p, packed, lse);
   }
@@ -375,10 +373,7 @@ class BackwardConsumer {
   }
 
   __device__ __forceinline__ bool is_boundary() const {
-    return block < full_begin || block >= full_end;
-  }
-  __device__ __forceinline__ void advance_block() {
-    block = next_block(block, direction, begin, end);
+    return order.block < full_begin || order.block >= full_end;
   }
   __device__ __forceinline__ int ragged_rows() const { return tile->seqlen_q % kBlockM; }
 
@@ -430,9 +425,9 @@ class BackwardConsumer {
   int step = 0;   // of all tiles
   int last = 0;   // the step after the last one of `tile`
   float dk[Config::kHeadDim / 2], dv[Config::kHeadDim / 2];
-  int turn;                                                    // until this consumer computes dQ
-  int begin, end, first_seen, end_seen, full_begin, full_end;  // blocks of queries, see KeyTile
-  int block, direction;                                        // of the step; to the next block
+  int turn;  // until this consumer computes dQ
+  BlockOrder order{0, 0, 0, 1};
+  int first_seen, end_seen, full_begin, full_end;  // blocks of queries, see KeyTile
   int ragged_block;     // packed: the block with rows past the end of the sequence; -1: none
   bool loaded = false;  // Q, V and dO of the step
   bool staged = false;  // dQ of the step before, which has not been passed on

@@ -146,13 +146,12 @@ cudaError_t launch(const BackwardParams& params, RowKernels& kernels, const Back
   a.parts_have_heads = split.split > 0 && split.have_heads;
   if (a.parts_have_heads) a.order.heads *= split.parts;
   if (a.packed) {
-    a.order.section =
-        choose_section_of_packed(a.order, p, tile.block_n, slots, params.deterministic);
+    a.order.section = choose_section_of_packed(a.order, p, tile.block_n, slots, choice.has_turns);
   } else if (first_are_longest) {
     a.order.section = split.split > 0 && !split.have_heads
                           ? a.order.heads
-                          : choose_section(a.order, slots, params.deterministic);
-  } else if (params.deterministic) {
+                          : choose_section(a.order, slots, choice.has_turns);
+  } else if (choice.has_turns) {
     a.order.section = choose_section_of_turns(a.order, slots, tile.wide());
   }
   const BackwardWorkspace w = backward_layout(params, choice);
@@ -160,7 +159,7 @@ cudaError_t launch(const BackwardParams& params, RowKernels& kernels, const Back
   a.statistics = reinterpret_cast<float*>(workspace);
   a.gradient = reinterpret_cast<float*>(workspace + w.gradient);
   a.partial = reinterpret_cast<float*>(workspace + w.parts);
-  a.tickets = params.deterministic ? reinterpret_cast<int*>(workspace + w.tickets) : nullptr;
+  a.tickets = choice.has_turns ? reinterpret_cast<int*>(workspace + w.tickets) : nullptr;
   a.counter = reinterpret_cast<int*>(workspace + w.counter);
 
   if (p.total_q > 0 && p.total_k > 0 &&
@@ -181,14 +180,14 @@ cudaError_t launch(const BackwardParams& params, RowKernels& kernels, const Back
     post_blocks += static_cast<unsigned>(split.split * kernels.sum_blocks);
   }
   a.slots = slots;
-  if (lists_tiles(params) && (params.deterministic || a.tiles > slots)) {
+  if (lists_tiles(p, choice.has_turns) && (choice.has_turns || a.tiles > slots)) {
     a.tile_list = reinterpret_cast<Tile*>(workspace + w.tile_list);
   } else if (a.tickets != nullptr && first_are_longest) {
     a.alternates = a.tiles > slots && a.order.section < a.order.heads;
   }
   // Zeroes of a small dQ stay in L2, and cost less than the wait for a first part.
   const bool is_small = int64_t{places} * tile.block_m * tile.head_dim <= kZeroedFloats;
-  if (!tile.wide() && !a.whole_heads && (params.deterministic || !is_small)) {
+  if (!tile.wide() && !a.whole_heads && (choice.has_turns || !is_small)) {
     a.claims = reinterpret_cast<int*>(workspace + w.claims);
   }
   const bool has_parts = a.whole_tiles < a.tiles;

@@ -26,9 +26,9 @@ ATTNSCOPE_HOST_DEVICE constexpr bool has_turns_both_ways(int64_t tiles, int64_t 
 // order), or fill the slots.
 //
 // An odd number of heads has no equal sections. In a call of few tiles slots would be idle at the
-// end of unequal ones, so all heads come together; if deterministic, in two sections, since turns
-// ascend in the second one, see Turns.
-constexpr int choose_section(const TileOrder& order, int slots, bool deterministic) {
+// end of unequal ones, so all heads come together; with turns in two sections, since these ascend
+// in the second one, see Turns.
+constexpr int choose_section(const TileOrder& order, int slots, bool has_turns) {
   const int blocks = std::max(order.m_blocks, 1), heads = std::max(order.heads, 1);
   for (int section = slots / blocks; section * blocks * 10 >= slots * 9; --section) {
     if (heads % (2 * section) == 0) return section;
@@ -39,12 +39,12 @@ constexpr int choose_section(const TileOrder& order, int slots, bool determinist
     sections = std::clamp(waves / 2 * 2, 2, sections);
     while (heads % sections != 0) sections -= 2;
   } else if (waves < kFewWaves) {
-    sections = deterministic ? 2 : 1;
+    sections = has_turns ? 2 : 1;
   }
   return ceil_div(heads, sections);
 }
 
-// The same for deterministic calls whose tiles are all alike. Tiles that take turns one after the
+// The same for calls with turns whose tiles are all alike. Tiles that take turns one after the
 // other start one after the other: so the slots are filled once. But with fewer than four heads a
 // late tile holds up more others.
 constexpr int choose_section_of_turns(const TileOrder& order, int slots, bool wide) {
@@ -58,9 +58,9 @@ constexpr int choose_section_of_turns(const TileOrder& order, int slots, bool wi
 // their tiles of the longest sequence. With turns each sequence has sections of its own, see
 // section_of_sequence; if tiles are alike, they come with those of all heads.
 constexpr int choose_section_of_packed(const TileOrder& order, const ForwardParams& p, int block_n,
-                                       int slots, bool deterministic) {
+                                       int slots, bool has_turns) {
   const int heads = std::max(order.heads, 1), longest = ceil_div(p.seqlen_k, block_n);
-  if (deterministic || int64_t{heads} * order.m_blocks < int64_t{kFewWaves} * slots) return heads;
+  if (has_turns || int64_t{heads} * order.m_blocks < int64_t{kFewWaves} * slots) return heads;
   return is_causal(p) ? std::clamp(slots / std::max(longest, 1), 1, heads) : 1;
 }
 

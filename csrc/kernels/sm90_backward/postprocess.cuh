@@ -70,6 +70,7 @@ __global__ void __launch_bounds__(128 * Config::kGradientParts)
     return;
   }
   const RowBlock b = query_block<Config>(a, place - head * a.all_queries.divisor);
+  if (b.rows <= 0) return;  // packed: nobody has written a dQ
   const auto is_seen = [&] { return a.claims == nullptr || a.claims[place] != 0; };  // by a key
   const auto gradient = [&] { return a.gradient + int64_t{place} * Config::kGradientFloats; };
   if constexpr (Config::kTransposes) {

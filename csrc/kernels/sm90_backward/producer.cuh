@@ -113,9 +113,10 @@ __device__ __forceinline__ void load_tile(const BackwardArguments& a, BackwardSh
   ptx::await_kernel_before();
 #pragma unroll 1
   for (int head = first_head<Config>(a, t); head < end_head<Config>(a, t); ++head) {
-    int block = t.start;
+    int place = t.start;
 #pragma unroll 1
-    for (int n = t.begin; n < t.end; ++n, block = t.block_after(block)) {
+    for (int n = t.begin; n < t.end; ++n, place = t.place_after(place)) {
+      const int block = t.block_at(place, head);
       const Slot<Config::kStages> slot(counts.blocks++);
       timeline.step(counts.blocks - 1, BackwardProducerStep::kAwaitSlot);
       ptx::mbarrier_wait(shared_address(&s.empty[slot.stage]), slot.parity ^ 1);

@@ -66,12 +66,6 @@ struct WithParts : Config {
   static constexpr bool kParts = true;
 };
 
-// The block after `block` of [begin, end), which start again after the last one.
-__device__ __forceinline__ int next_block(int block, int direction, int begin, int end) {
-  block += direction;
-  return block == end ? begin : block < begin ? end - 1 : block;
-}
-
 // One tile of keys, described once for all roles. Blocks are blocks of queries.
 struct alignas(128) KeyTile {
   int rows;       // keys of the tile; 0: there is no tile
@@ -84,16 +78,49 @@ struct alignas(128) KeyTile {
   int seqlen_q, seqlen_k;
   int first_block;  // number of the sequence's first block among those of a head
   int begin, end;   // the blocks that see a key of the tile
-  int start;        // the first of them in turn
-  int direction;    // 1: then come the later ones, then those from `begin` on; or -1, see Turns
+  int start;        // the first of them in turn; after the last one comes `begin`
+  int direction;    // of turns: 1 where they descend, -1 where they ascend
+  int end_forward;  // the blocks of query heads from here on come backwards, see Turns
   // The blocks that see one of a consumer's 64 keys; full_begin, full_end: all of them.
   BlockRange consumer[3];
   // With parts: the tile's number among those that have some, and the part; otherwise split is -1.
   int split, part;
   int first_head, end_head;  // with parts: its query heads
 
-  __device__ __forceinline__ int block_after(int block) const {
-    return next_block(block, direction, begin, end);
+  // Goes from `start` through the places of the blocks in turn.
+  __device__ __forceinline__ int place_after(int place) const {
+    return place + 1 == end ? begin : place + 1;
+  }
+  __device__ __forceinline__ int block_at(int place, int head) const {
+    return head < end_forward ? place : begin + end - 1 - place;
+  }
+};
+
+// The same blocks, of one query head after the other. For roles that need no number of the head.
+struct BlockOrder {
+  int begin, end;
+  int block;
+  int direction;      // to the next block
+  int forward_heads;  // that are left, with this one; then blocks come backwards
+
+  __device__ __forceinline__ BlockOrder(int begin, int end, int start, int forward_heads)
+      : begin(begin), end(end), forward_heads(forward_heads) {
+    direction = forward_heads > 0 ? 1 : -1;
+    block = forward_heads > 0 ? start : end - 1;
+  }
+
+  __device__ __forceinline__ void advance() {
+    block += direction;
+    if (__builtin_expect(block == end, false)) {
+      if (--forward_heads > 0) {
+        block = begin;
+      } else {
+        direction = -1;
+        block = end - 1;
+      }
+    } else if (block < begin) {
+      block = end - 1;
+    }
   }
 };
 
@@ -174,7 +201,7 @@ struct BackwardArguments {
   bool parts_have_heads;  // and all blocks; otherwise blocks, and all heads
   float* statistics;
   float* gradient;
-  int* tickets;     // null unless deterministic
+  int* tickets;     // null without turns
   bool alternates;  // dense: turns ascend in every other section of heads, see Turns
   Tile* tile_list;  // null unless packed, see lists_tiles
   int slots;        // SMs or clusters

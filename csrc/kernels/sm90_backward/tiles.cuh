@@ -72,13 +72,21 @@ __device__ __forceinline__ void describe_tile(const BackwardArguments& a, int he
                              : sequence * a.dense_queries.divisor;
     t.begin = range.begin;
     t.end = range.end;
-    t.start = t.direction < 0 ? range.end - 1 : range.begin;
+    t.start = range.begin;
     // Tiles that see the same blocks start at different ones: otherwise they wait for each other's
     // first part (claims.cuh), or add to the same addresses at once.
     if (p.window_right < 0 && !a.whole_heads && a.tickets == nullptr) {
       t.start += first_key / Config::kBlockM % max(range.end - range.begin, 1);
     }
   }
+}
+
+// The first query head whose blocks the tile goes through backwards, see Turns.
+template <class Config>
+__device__ __forceinline__ int end_forward(const BackwardArguments& a, const KeyTile& t) {
+  const ForwardParams& p = a.params.forward;
+  if (a.tickets == nullptr || p.window_left >= 0 || p.window_right < 0) return INT_MAX;
+  return t.direction > 0 ? first_head<Config>(a, t) + 1 : end_head<Config>(a, t) - 1;
 }
 
 // Describes a tile or a part of one, see tile_of; of whole heads, the tile `key_block` of head
@@ -102,6 +110,7 @@ __device__ __forceinline__ void describe_unit(const BackwardArguments& a, const 
   if (kParts && a.parts_have_heads) tile.head = take_heads(a, tile, is_last_lane, t);
   describe_tile<Config>(a, tile.head, tile.m_block, t);
   if (kParts && is_last_lane) take_part(a, unit, t);
+  if (is_last_lane) t.end_forward = end_forward<Config>(a, t);
 }
 
 }  // namespace attnscope::sm90

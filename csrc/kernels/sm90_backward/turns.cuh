@@ -1,4 +1,4 @@
-// Turns: the order in which key blocks add to dQ in a deterministic call.
+// Turns: the order in which key blocks add to dQ, in a deterministic call and where it is faster.
 //
 // A ticket counts the key blocks that have added to a block of queries of a head. Turns descend:
 // the last key block that a query sees adds first. Under a causal mask a tile then starts at the
@@ -7,9 +7,19 @@
 //
 // But with descending turns the longest tiles of a causal call come last, and its end is badly
 // balanced. So in every other section of heads (`alternates`) turns ascend: tiles of key block 0,
-// the longest, come and add first, and go through the queries from the last block to the first.
-// Who had a short tile takes a long one. It starts earlier than the next key block of its head, and
-// stays ahead of it.
+// the longest, come and add first, and begin with the last block of queries where they have one
+// query head. Who had a short tile takes a long one. It starts earlier than the next key block of
+// its head, and stays ahead of it.
+//
+// A tile works on its query heads one after the other, and tiles of a head drift apart: under a
+// causal mask the next key block has 2 blocks of 64 queries less to do in each head. L2 has to hold
+// what lies between the two. In blocks, of four query heads:
+//
+//   turns     all forwards   all backwards   as they are
+//   descend   2 4 6 8        0 2 4 6         2 2 4 6: the first head forwards
+//   ascend    6 4 2 0        8 6 4 2         6 4 2 2: the last head backwards
+//
+// With 0 between them the second one waits for each addition of the first one.
 //
 // In a packed batch the sequences come one after the other, the longest first (tile_list.cuh). If
 // the tiles of a sequence fill the SMs five thirds times or more, its heads come in sections of

@@ -16,7 +16,7 @@ template <class Config>
 class WideConsumer : protected WideRole<Config> {
  protected:
   using Base = WideRole<Config>;
-  using Base::a, Base::s, Base::rank, Base::block, Base::steps, Base::first, Base::tiles;
+  using Base::a, Base::s, Base::rank, Base::order, Base::steps, Base::first, Base::tiles;
   using Base::kBlockM;
   using typename Base::Element;
   using QuerySlot = Slot<Config::kStages>;
@@ -63,7 +63,8 @@ class WideConsumer : protected WideRole<Config> {
   // Zeroes what a product must not read of the queries in `tile`.
   __device__ __forceinline__ void clear_queries(Element* tile, int blocks, int barrier) const {
     if (__builtin_expect(Base::is_ragged(), false)) {
-      Base::clear_rows(tile, blocks, max(Base::tile().seqlen_q - block * kBlockM, 0), barrier);
+      Base::clear_rows(tile, blocks, max(Base::tile().seqlen_q - order.block * kBlockM, 0),
+                       barrier);
     }
   }
 
@@ -97,7 +98,7 @@ class WideConsumer : protected WideRole<Config> {
 template <class Config>
 class ValueConsumer : WideConsumer<Config> {
   using Base = WideConsumer<Config>;
-  using Base::a, Base::s, Base::rank, Base::block, Base::steps, Base::first, Base::tiles;
+  using Base::a, Base::s, Base::rank, Base::order, Base::steps, Base::first, Base::tiles;
   using Base::kBlockM;
   using Scores = float[kBlockM / 2];
   using Columns = ColumnPairs<kBlockM / 8>;
@@ -142,7 +143,7 @@ class ValueConsumer : WideConsumer<Config> {
       lse = issue_scores(p, i + 1);
       ptx::wgmma_wait<1>();
       Base::release_dout();
-      Base::advance_block();
+      order.advance();
       look_ahead(i + 1);
       ptx::wgmma_wait<0>();
       ptx::pin_registers(p);
@@ -200,7 +201,7 @@ class ValueConsumer : WideConsumer<Config> {
       const ForwardParams& f = a.params.forward;
       const int key = t.first_key + rank * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
       mask_keys<Config>(p, {t.seqlen_q - t.seqlen_k, f.window_right, f.window_left}, key,
-                        block * kBlockM, t.seqlen_q, t.seqlen_k);
+                        order.block * kBlockM, t.seqlen_q, t.seqlen_k);
     }
     make_probabilities<WideWeights<Config>>(a, p, packed, lse);
     if (__builtin_expect(!ready, false)) wait(s.weights_empty, (i & 1) ^ 1);
@@ -232,7 +233,7 @@ class ValueConsumer : WideConsumer<Config> {
 template <class Config>
 class KeyConsumer : WideConsumer<Config> {
   using Base = WideConsumer<Config>;
-  using Base::a, Base::s, Base::rank, Base::block, Base::steps, Base::first, Base::tiles;
+  using Base::a, Base::s, Base::rank, Base::order, Base::steps, Base::first, Base::tiles;
   using Base::kBlockM;
   using Scores = float[kBlockM / 2];
   using Packed = uint32_t[kBlockM / 4];
@@ -282,7 +283,7 @@ class KeyConsumer : WideConsumer<Config> {
       ptx::wgmma_wait<1>();
       // The other consumer has done with Q and its statistics: it has passed on P.
       Base::release_ranks(s.q_empty[slot.stage]);
-      Base::advance_block();
+      order.advance();
       issue_rest(dp);
       ptx::pin_registers(dp);
     }

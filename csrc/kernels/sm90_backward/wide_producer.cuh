@@ -76,9 +76,10 @@ __device__ __forceinline__ void load_wide_tile(const BackwardArguments& a, WideS
   ptx::await_kernel_before();
 #pragma unroll 1
   for (int head = first_head<Config>(a, t); head < end_head<Config>(a, t); ++head) {
-    int block = t.start;
+    int place = t.start;
 #pragma unroll 1
-    for (int n = t.begin; n < t.end; ++n, block = t.block_after(block)) {
+    for (int n = t.begin; n < t.end; ++n, place = t.place_after(place)) {
+      const int block = t.block_at(place, head);
       const Slot<Config::kStages> q_slot(count);
       const int row = t.q_row + block * Config::kBlockM;
 

@@ -11,9 +11,9 @@ namespace attnscope::sm90 {
 template <class Config>
 class QueryConsumer : WideRole<Config> {
   using Base = WideRole<Config>;
-  using Base::a, Base::s, Base::rank, Base::start;
-  using Base::block, Base::steps, Base::first, Base::tiles;
+  using Base::a, Base::s, Base::rank, Base::order;
   using Base::kBlockM;
+  using Base::steps, Base::first, Base::tiles;
   static constexpr int kRanks = Config::kRanks, kColumnBlocks = Config::kColumnBlocks;
   static_assert(Config::kProductColumns == 64, "a product is a column block");
   static constexpr int kBarrier = 3;
@@ -33,7 +33,8 @@ class QueryConsumer : WideRole<Config> {
 
  private:
   __device__ __forceinline__ void run_tile() {
-    place = ptx::uniform(first_place<Config>(a, Base::tile())) + start;
+    place = ptx::uniform(first_place<Config>(a, Base::tile())) + order.block;
+    blocks_left = order.end - order.begin;
     prepare_keys();
 #pragma unroll 1
     for (int i = 0; i < steps; ++i) {
@@ -56,10 +57,13 @@ class QueryConsumer : WideRole<Config> {
         add(dq, column);
       }
       if constexpr (!Config::kStagesGradient) finish_turn();
-      const int before = block;
-      Base::advance_block();
-      place += block - before;
-      if (block == start) place += a.query_blocks;  // the next head's
+      const int before = order.block;
+      order.advance();
+      place += order.block - before;
+      if (--blocks_left == 0) {  // the next head's
+        blocks_left = order.end - order.begin;
+        place += a.query_blocks;
+      }
     }
     finish_turn();
     Base::release_tile();
@@ -146,7 +150,7 @@ class QueryConsumer : WideRole<Config> {
     }
   }
 
-  // Deterministic calls: a step is a turn, see turns.cuh.
+  // Calls with turns: a step is one, see turns.cuh.
   __device__ __forceinline__ void take_turn(int step) {
     wait(s.turn_full, step & 1);
     if constexpr (Config::kStagesGradient) ptx::fence_proxy_async_global();
@@ -168,7 +172,8 @@ class QueryConsumer : WideRole<Config> {
     has_turn = false;
   }
 
-  int place;  // of dQ: its block among those of all heads
+  int place;        // of dQ: its block among those of all heads
+  int blocks_left;  // of the head
   bool has_turn = false;
 };
 
@@ -180,14 +185,14 @@ __device__ __forceinline__ void await_turns(const BackwardArguments& a, WideShar
   ptx::await_kernel_before();
   for_each_tile(s, [&](const KeyTile& t, uint64_t&) {
     // Read before the last turn of the tile has come: then the description may change.
-    const int start = t.start, begin = t.begin, end = t.end, direction = t.direction;
-    const int heads = head_count<Config>(a, t);
+    BlockOrder order(t.begin, t.end, t.start, t.end_forward - first_head<Config>(a, t));
+    const int heads = head_count<Config>(a, t), blocks = t.end - t.begin;
     int place = first_place<Config>(a, t);
 #pragma unroll 1
     for (int head = 0; head < heads; ++head, place += a.query_blocks) {
 #pragma unroll 1
-      for (int block = start; block >= begin && block < end; block += direction, ++turns) {
-        Turns<WideTileConfig<Config::kParts>>::await(a, t, place + block, block);
+      for (int i = 0; i < blocks; ++i, ++turns, order.advance()) {
+        Turns<WideTileConfig<Config::kParts>>::await(a, t, place + order.block, order.block);
         wait(s.turn_empty, turns & 1 ^ 1);
         ptx::mbarrier_arrive(ptx::shared_address(&s.turn_full));
       }
@@ -201,18 +206,18 @@ template <class Config>
 __device__ __forceinline__ void pass_turns(const BackwardArguments& a, WideShared<Config>& s) {
   int turns = 0;
   for_each_tile(s, [&](const KeyTile& t, uint64_t& empty) {
-    int* ticket = a.tickets + first_place<Config>(a, t) + t.start;
-    const int heads = head_count<Config>(a, t);
-    const int blocks = t.end - t.begin, direction = t.direction;
+    BlockOrder order(t.begin, t.end, t.start, t.end_forward - first_head<Config>(a, t));
+    int* ticket = a.tickets + first_place<Config>(a, t);
+    const int heads = head_count<Config>(a, t), blocks = t.end - t.begin;
     ptx::mbarrier_arrive(ptx::shared_address(&empty));
 #pragma unroll 1
     for (int head = 0; head < heads; ++head, ticket += a.query_blocks) {
 #pragma unroll 1
-      for (int i = 0; i < blocks; ++i, ++turns) {
+      for (int i = 0; i < blocks; ++i, ++turns, order.advance()) {
         wait(s.turn_added, turns & 1);
         ptx::mbarrier_arrive(ptx::shared_address(&s.turn_empty));
         inject(Fault::kTurn, turns);
-        ptx::release_add(ticket + i * direction);
+        ptx::release_add(ticket + order.block);
       }
     }
   });

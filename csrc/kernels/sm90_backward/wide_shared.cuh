@@ -118,7 +118,7 @@ struct WideShared {
   uint64_t weights_full, weights_empty;
   uint64_t ds_full[kScoreBuffers];             // dS of all ranks
   uint64_t ds_empty[kScoreBuffers];            // *
-  uint64_t turn_full, turn_added, turn_empty;  // deterministic calls
+  uint64_t turn_full, turn_added, turn_empty;  // calls with turns
 #ifdef ATTNSCOPE_FAULTS
   LateLoad late_load;
 #endif
@@ -154,14 +154,11 @@ class WideRole {
   __device__ __forceinline__ bool take_tile() {
     wait(s.tile_full[tiles & 1], tiles >> 1 & 1);
     const KeyTile& t = tile();
-    start = ptx::uniform(t.start);
-    begin = ptx::uniform(t.begin);
-    end = ptx::uniform(t.end);
-    direction = ptx::uniform(t.direction);
+    order = {ptx::uniform(t.begin), ptx::uniform(t.end), ptx::uniform(t.start),
+             ptx::uniform(t.end_forward - first_head<Config>(a, t))};
     full_begin = ptx::uniform(t.consumer[rank].full_begin);
     full_end = ptx::uniform(t.consumer[rank].full_end);
-    block = start;
-    steps = (end - begin) * uniform_head_count<Config>(a, t);
+    steps = (order.end - order.begin) * uniform_head_count<Config>(a, t);
     return ptx::uniform(t.rows) != 0;
   }
 
@@ -177,17 +174,14 @@ class WideRole {
   __device__ __forceinline__ Element* keys() const { return s.keys[tiles & 1]; }
   __device__ __forceinline__ Element* values() const { return s.keys[tiles & 1 ^ 1]; }
 
-  __device__ __forceinline__ void advance_block() {
-    block = next_block(block, direction, begin, end);
-  }
   // Keys of rank `r`.
   __device__ __forceinline__ int rows(int r) const { return min(max(tile().rows - 64 * r, 0), 64); }
   __device__ __forceinline__ bool is_boundary() const {
-    return block < full_begin || block >= full_end;
+    return order.block < full_begin || order.block >= full_end;
   }
   // A packed sequence ends within the block of queries.
   __device__ __forceinline__ bool is_ragged() const {
-    return a.packed && tile().seqlen_q - block * kBlockM < kBlockM;
+    return a.packed && tile().seqlen_q - order.block * kBlockM < kBlockM;
   }
 
   // release() of each rank's barrier.
@@ -236,8 +230,8 @@ class WideRole {
   const BackwardArguments& a;
   WideShared<Config>& s;
   const int rank;
-  int begin, end, start, full_begin, full_end;  // blocks of queries, see KeyTile
-  int block, direction;                         // of the step; to the next block
+  BlockOrder order{0, 0, 0, 1};
+  int full_begin, full_end;  // blocks of queries, see KeyTile
   int steps;
   int tiles = 0;  // the number of the tile
   int first = 0;  // the number of its first step, of all tiles

@@ -88,7 +88,7 @@ __device__ __forceinline__ void send_claimed(const QueryGradient<Config>& g) {
   }
 }
 
-// Deterministic calls, see turns.cuh.
+// Calls with turns, see turns.cuh.
 template <class Config>
 __device__ __forceinline__ void send_in_turn(const QueryGradient<Config>& g, const KeyTile& t,
                                              int block) {
@@ -133,10 +133,11 @@ __device__ __forceinline__ void write_query_gradients(const BackwardArguments& a
     int head = first_head<Config>(a, t);
 #pragma unroll 1
     do {
-      int block = t.start;
+      int n = t.start;
 #pragma unroll 1
       do {
         if ((count & 1) == writer) {
+          const int block = t.block_at(n, head);
           // Number of the block among those of all heads; whole heads: in the thread block's place.
           const int place =
               whole_heads ? ((blockIdx.x - t.head_kv) * a.group + head) * a.dense_queries.divisor
@@ -152,8 +153,8 @@ __device__ __forceinline__ void write_query_gradients(const BackwardArguments& a
           }
         }
         ++count;
-        block = t.block_after(block);
-      } while (block != t.start);
+        n = t.place_after(n);
+      } while (n != t.start);
     } while (++head < end_head<Config>(a, t));
     // The last operation of a head ends after all others.
     if (whole_heads && t.key_block == 0 && (count & 1) != writer) {

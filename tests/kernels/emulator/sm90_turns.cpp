@@ -184,12 +184,18 @@ const char* check(const Call& c, int section, const Shares& shares, bool alterna
       const int order_head = shares.have_heads ? key_head * parts + t.part : key_head;
       const bool ascends = packed ? t.direction < 0 : alternates && order_head / section % 2 != 0;
       if (ascends && !alternates) wrong = "turns of a call go both ways";
+      const bool is_causal = c.left < 0 && c.right >= 0;
+      BlockOrder order(t.begin, t.end, t.start, t.end_forward - t.first_head);
       for (int head = t.first_head; threadIdx.x == 0 && t.rows > 0 && head < t.end_head; ++head) {
         if (t.direction != (ascends ? -1 : 1)) wrong = "turns of a section go the other way";
-        int next = ascends ? t.end - 1 : t.begin;
-        for (int n = t.begin, block = t.start; n < t.end; ++n, block = t.block_after(block)) {
+        const bool is_forward =
+            !is_causal || (ascends ? head + 1 < t.end_head : head == t.first_head);
+        int next = is_forward ? t.begin : t.end - 1, n = t.start;
+        for (int i = t.begin; i < t.end; ++i, n = t.place_after(n), order.advance()) {
+          const int block = t.block_at(n, head);
           if (block != next) wrong = "blocks are out of order";
-          next += ascends ? -1 : 1;
+          if (block != order.block) wrong = "roles have other blocks";
+          next += is_forward ? 1 : -1;
           const int place = head * a.query_blocks + t.first_block + block;
           const bool is_first = Turns<Config>::number(a, t, block) == 0;
           if (is_first != (stored.at(place)++ == 0))
@@ -208,9 +214,7 @@ const char* check(const Call& c, int section, const Shares& shares, bool alterna
           g_ascending += ascends;
           g_ascending_packed += ascends && packed;
         }
-        if (t.begin < t.end && t.block_after(ascends ? t.begin : t.end - 1) != t.start) {
-          wrong = "the next head starts at another block";
-        }
+        if (t.begin < t.end && n != t.start) wrong = "the next head starts at another block";
       }
       __syncwarp();
     }
