@@ -56,15 +56,21 @@ class BackwardConsumer {
 
   __device__ __forceinline__ void run_steps() {
 #pragma unroll 1
-    for (; step < last; ++step) {
-      if (order.block >= first_seen && order.block < end_seen) {
-        accumulate();
-      } else {
-        pass_over();
+    while (step < last) {
+      // In a loop of their own the blocks of one direction need not look for its end.
+      const int end = min(step + order.left(), last);
+#pragma unroll 1
+      for (; step < end; ++step) {
+        if (order.block >= first_seen && order.block < end_seen) {
+          accumulate();
+        } else {
+          pass_over();
+        }
+        if (turn == 0) add_query_gradient();
+        turn = turn == 0 ? Config::kConsumers - 1 : turn - 1;
+        order.block += order.direction;
       }
-      if (turn == 0) add_query_gradient();
-      turn = turn == 0 ? Config::kConsumers - 1 : turn - 1;
-      order.advance();
+      order.turn_around();
     }
     ptx::pin_registers(dk);
     ptx::pin_registers(dv);

@@ -35,11 +35,11 @@ __device__ __forceinline__ void stage_rows(const float* x, float factor, uint32_
 }
 
 // Stores rows that stage_rows put there: eight lanes write 128 contiguous bytes of a row. `out` is
-// the first element; rows from `rows` and columns from `columns` on are left out.
+// the first element; rows from `rows` and columns from `columns` on are left out. `lane`: from
+// ptx::lane() where a main loop has no register for it.
 template <class Element>
-__device__ __forceinline__ void copy_rows(uint32_t shared, Element* out, int64_t row_stride,
-                                          int rows, int columns) {
-  const int lane = threadIdx.x % 32;
+__device__ __forceinline__ void copy_rows(int lane, uint32_t shared, Element* out,
+                                          int64_t row_stride, int rows, int columns) {
   // A lane reads row lane / 8 and chunk lane % 8.
   const uint32_t read = shared + lane / 8 * 128 + ((lane % 8 ^ lane / 8) * 16);
 #pragma unroll
@@ -60,7 +60,7 @@ __device__ __forceinline__ void store_rows(const float* x, float factor, uint32_
                                            int columns) {
   stage_rows<Element>(x, factor, shared);
   __syncwarp();
-  copy_rows(shared, out, row_stride, rows, columns);
+  copy_rows(threadIdx.x % 32, shared, out, row_stride, rows, columns);
   __syncwarp();
 }
 
@@ -143,7 +143,7 @@ __device__ __forceinline__ void store_key_gradient_by_tma(const BackwardArgument
                         t.batch * tensor.batch_step);
     }
   } else if (rows > 0) {
-    copy_rows(staging, row_of<Element>(gradient, t, first), gradient.stride.row, rows,
+    copy_rows(ptx::lane(), staging, row_of<Element>(gradient, t, first), gradient.stride.row, rows,
               gradient.columns);
   }
   ptx::tma_store_commit();

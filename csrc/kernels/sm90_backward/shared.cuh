@@ -111,14 +111,17 @@ struct BlockOrder {
 
   __device__ __forceinline__ void advance() {
     block += direction;
-    if (__builtin_expect(block == end, false)) {
-      if (--forward_heads > 0) {
-        block = begin;
-      } else {
-        direction = -1;
-        block = end - 1;
-      }
-    } else if (block < begin) {
+    if (__builtin_expect(block == end || block < begin, false)) turn_around();
+  }
+  // Blocks of this direction that are left, and what follows the last one.
+  __device__ __forceinline__ int left() const {
+    return direction > 0 ? end - block : block - begin + 1;
+  }
+  __device__ __forceinline__ void turn_around() {
+    if (--forward_heads > 0) {
+      block = begin;
+    } else {
+      direction = -1;
       block = end - 1;
     }
   }

@@ -52,8 +52,8 @@ __device__ __forceinline__ void sum_parts(const BackwardArguments& a, int block,
     stage_columns<Element>(x, gradient.factor, staging, group);
   }
   __syncwarp();
-  copy_rows(staging, row_of<Element>(gradient, t, row) + column * 64, gradient.stride.row,
-            t.rows - row, gradient.columns - column * 64);
+  copy_rows(ptx::lane(), staging, row_of<Element>(gradient, t, row) + column * 64,
+            gradient.stride.row, t.rows - row, gradient.columns - column * 64);
 }
 
 }  // namespace attnscope::sm90
