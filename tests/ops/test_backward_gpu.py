@@ -200,7 +200,7 @@ ALTERNATES = {
     "rows without keys": (2, 2000, 1000, 12, 12, 128),
     "four heads a tile": (1, 1030, 1030, 64, 16, 128),
     "four heads a tile, wide": (1, 900, 1100, 32, 8, 256),
-    "seven heads a tile": (3, 600, 650, 49, 7, 64),
+    "seven heads a tile": (5, 600, 650, 49, 7, 64),
 }
 # More causal tiles than SMs, and the longest one takes longer than all tiles would on all SMs.
 SPLITS_LONGEST = {
