@@ -110,6 +110,25 @@ const char* check_heads(const BackwardArguments& a) {
   return wrong;
 }
 
+// Whether all roles go through the blocks of a tile as the producer does: the wide consumers block
+// by block, the narrow ones with a loop for each direction.
+bool have_one_order(const KeyTile& t) {
+  BlockOrder wide(t.begin, t.end, t.start, t.end_forward - t.first_head), narrow = wide;
+  int left = narrow.left(), place = t.start;
+  for (int head = t.first_head; head < t.end_head; ++head) {
+    for (int i = t.begin; i < t.end; ++i, place = t.place_after(place)) {
+      const int block = t.block_at(place, head);
+      if (block != wide.block || block != narrow.block) return false;
+      wide.advance();
+      narrow.block += narrow.direction;
+      if (--left > 0) continue;
+      narrow.turn_around();
+      left = narrow.left();
+    }
+  }
+  return true;
+}
+
 // The message of what is wrong, or null. `section`: see TileOrder.
 template <class Config>
 const char* check(const Call& c, int section, const Shares& shares, bool alternates) {
@@ -185,16 +204,15 @@ const char* check(const Call& c, int section, const Shares& shares, bool alterna
       const bool ascends = packed ? t.direction < 0 : alternates && order_head / section % 2 != 0;
       if (ascends && !alternates) wrong = "turns of a call go both ways";
       const bool is_causal = c.left < 0 && c.right >= 0;
-      BlockOrder order(t.begin, t.end, t.start, t.end_forward - t.first_head);
+      if (threadIdx.x == 0 && t.rows > 0 && !have_one_order(t)) wrong = "roles have other blocks";
       for (int head = t.first_head; threadIdx.x == 0 && t.rows > 0 && head < t.end_head; ++head) {
         if (t.direction != (ascends ? -1 : 1)) wrong = "turns of a section go the other way";
         const bool is_forward =
             !is_causal || (ascends ? head + 1 < t.end_head : head == t.first_head);
         int next = is_forward ? t.begin : t.end - 1, n = t.start;
-        for (int i = t.begin; i < t.end; ++i, n = t.place_after(n), order.advance()) {
+        for (int i = t.begin; i < t.end; ++i, n = t.place_after(n)) {
           const int block = t.block_at(n, head);
           if (block != next) wrong = "blocks are out of order";
-          if (block != order.block) wrong = "roles have other blocks";
           next += is_forward ? 1 : -1;
           const int place = head * a.query_blocks + t.first_block + block;
           const bool is_first = Turns<Config>::number(a, t, block) == 0;
@@ -236,6 +254,7 @@ const char* check(const Call& c, int section, const Shares& shares, bool alterna
       if (threadIdx.x == 0 && t.begin < t.end) rows_now += t.rows;
       if (threadIdx.x == 0 && t.rows > 0 && t.begin < t.end) {
         if (t.start < t.begin || t.start >= t.end) wrong = "a tile starts outside of its blocks";
+        if (!have_one_order(t)) wrong = "roles have other blocks, without turns";
         if (c.right >= 0 && t.start != t.begin) wrong = "a masked tile does not start at its first";
         int& count = starts.at(t.first_head * a.query_blocks + t.first_block + t.start);
         if (is_full && has_room && parts == 1 && t.seqlen_q >= t.seqlen_k && count++ > 0) {
