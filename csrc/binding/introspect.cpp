@@ -90,6 +90,7 @@ JsonObject describe(const sm90::BackwardTile& t) {
       .add("long_queries", t.long_queries)
       .add("step_time", t.step_time)
       .add("tile_time", t.tile_time)
+      .add("causal_time", t.causal_time)
       .add("shared_bytes", t.shared_bytes())
       .add("blocks_per_sm", 1)
       .add("reason", t.reason);
@@ -196,8 +197,7 @@ std::string choose_forward_sm80(const ForwardParams& p, bool packed, const Devic
                                 const std::string& not_sm90) {
   const sm80::ForwardTile& t =
       sm80::kForwardTiles[sm80::forward_row(std::max(p.head_dim, p.head_dim_v))];
-  const long long heads = static_cast<long long>(p.batch) * p.heads_q;
-  const long long tiles = (p.seqlen_q + t.block_m - 1LL) / t.block_m * heads;
+  const long long tiles = (p.seqlen_q + t.block_m - 1LL) / t.block_m * p.batch * p.heads_q;
   JsonObject json = choice_of("sm80_forward", describe(t), "the row of the head dim", 1,
                               is_causal(p), not_sm90.c_str());
   // A packed call has one more block a head: it clears rows that no tile covers.

@@ -237,9 +237,9 @@ static_assert(keys(64, 197, 1000) == 128, "two tiles a head, of 192 keys with a 
 static_assert(keys(64, 517, 32) == 192 && keys(64, 517, 32, 160) == 128, "160 tiles of 128 keys");
 static_assert(keys(128, 100, 1) == 128 && keys(256, 100, 1) == 128, "no row is alike");
 static_assert(tile(64, 2048, 32).block_m == 128, "four waves of 128 queries, or three of 192 keys");
-static_assert(tile(64, 1024, 32).block_m == 128 && tile(64, 512, 32).block_m == 64);
+static_assert(tile(64, 1024, 32).block_m == 128 && tile(64, 192, 32).block_m == 64);
 static_assert(tile(64, 100, 32).block_m == 64, "a head in one tile is taken whole");
-static_assert(tile(64, 2048, 12, 132, true).block_m == 128, "the longest of 132 tiles of 192 keys");
+static_assert(tile(64, 2048, 12, 132, true).block_n == 128, "the longest of 132 tiles of 192 keys");
 static_assert(tile(64, 8192, 12, 132, true).block_n == 192, "all tiles take longer than one");
 // Heads of a section on 132 SMs, where the Q, dO and dQ of `most` heads fit in L2.
 constexpr int section(int heads, int blocks, bool has_turns = false, int most = 8) {
@@ -301,7 +301,7 @@ constexpr int64_t parts(int row, int seqlen, int heads, int group, int sms = 132
 }
 static_assert(parts(3, 4096, 64, 1) == 3000 + 3 * 68, "15 waves, and 68 of 2,048 tiles");
 static_assert(parts(3, 4096, 33, 1) == 1000, "eight whole waves");
-static_assert(parts(3, 512, 8, 4) == 4000 + 4 * 32 && parts(4, 100, 8, 1) == 1000, "two blocks");
+static_assert(parts(3, 512, 8, 4) == 4000 + 4 * 32 && parts(4, 60, 8, 1) == 1000, "one block");
 static_assert(parts(6, 512, 4, 4) == 4000 + 4 * 16, "66 clusters");
 static_assert(parts(3, 4096, 1, 4, 132, 100) == 3000 + 3 * 32, "five blocks see a tile");
 static_assert(parts(6, 512, 4, 4, 1) == 1000, "no room for a cluster");
@@ -309,7 +309,8 @@ static_assert(parts(6, 512, 4, 4, 1) == 1000, "no room for a cluster");
 static_assert(parts(4, 2048, 8, 4, 132, -1, true) == 2000 + 2 * 128);
 static_assert(parts(4, 2048, 9, 4, 132, -1, true) == 2000 + 2 * 144);
 static_assert(parts(4, 2048, 16, 4, 132, -1, true) == 1000, "the other tiles fill the gaps");
-static_assert(parts(4, 512, 16, 1, 132, -1, true) == 1000, "the sum would take longer");
+static_assert(parts(4, 512, 16, 1, 132, -1, true) == 2000 + 2 * 64);
+static_assert(parts(4, 256, 32, 1, 132, -1, true) == 1000, "the sum would take longer");
 static_assert(parts(4, 2048, 5, 1, 132, -1, true) == 3000 + 3 * 80);
 static_assert(parts(4, 2048, 5, 1, 132, -1, true, true) == 1000, "parts would wait for turns");
 static_assert(parts(4, 2048, 8, 4, 132, -1, true, true) == 2000 + 2 * 128);

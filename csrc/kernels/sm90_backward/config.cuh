@@ -19,8 +19,9 @@ struct BackwardTile {
                       // and there is no softcap
   int long_queries;  // serves only calls without a left window and with as many queries (packed: in
                      // the longest sequence), four times as many if later keys are hidden; 0: all
-  int step_time;     // of a step on an H200, and of a tile's start and end, in tenths of a
-  int tile_time;     // microsecond; see split_tiles
+  int step_time;     // on an H200, in tenths of a microsecond, see split_tiles: of a step
+  int tile_time;     // of a tile's start and end
+  int causal_time;   // that a causal call adds: its masks are code to be loaded
   const char* reason;
 
   // Head dims that wide.cuh serves, by clusters of thread blocks.
@@ -63,16 +64,16 @@ inline constexpr int kWideRanks = 2;
 
 // Deliberately not `inline`, see kForwardTiles.
 constexpr BackwardTile kBackwardTiles[] = {
-    {64, 64, 192, 3, false, 0, 18, 60,
+    {64, 64, 192, 3, false, 0, 18, 80, 0,
      "three consumers hide each other's latencies; 160 registers each"},
-    {64, 64, 128, 3, false, 0, 15, 50, "few tiles of up to 512 queries"},
-    {64, 128, 128, 2, false, 0, 25, 70, "few tiles: half as many steps"},
-    {128, 80, 128, 2, false, 1024, 25, 80,
+    {64, 64, 128, 3, false, 0, 13, 80, 0, "few tiles"},
+    {64, 128, 128, 2, false, 0, 25, 80, 50, "few tiles of many steps: half as many"},
+    {128, 80, 128, 2, false, 1024, 25, 80, 0,
      "1.00 to 1.05 of the speed of 64 rows: fewer waits a query"},
-    {128, 64, 128, 2, true, 0, 20, 80,
+    {128, 64, 128, 2, true, 0, 20, 80, 0,
      "dK and dV take 128 registers, which leaves room for 64 rows"},
-    {192, 64, 64 * kWideRanks, 2, false, 0, 19, 90, "as head dim 256"},
-    {256, 64, 64 * kWideRanks, 2, false, 0, 22, 90,
+    {192, 64, 64 * kWideRanks, 2, false, 0, 19, 90, 0, "as head dim 256"},
+    {256, 64, 64 * kWideRanks, 2, false, 0, 22, 90, 0,
      "S, dP in separate warpgroups read the fewest bytes of shared memory; two thread blocks share "
      "Q, dO and dQ"},
 };
@@ -232,30 +233,31 @@ constexpr int64_t drift(const TileWork& w, int64_t heads) {
 // - Where turns of the longest sequence descend, its longest tile comes last.
 // - The longest tile of the last sequence ends later than its other ones.
 constexpr int64_t call_time(const TileWork& w, bool have_heads, int64_t split, int64_t parts) {
-  constexpr int64_t kSumTime = 40, kSumBytes = 350000;  // of the sum of parts: 4 us, 3.5 TB/s
+  constexpr int64_t kSumTime = 5, kSumBytes = 350000;  // of the sum of parts: 0.5 us, 3.5 TB/s
   const int64_t heads = have_heads ? ceil_div(w.group, parts) : w.group;
   int64_t part = w.time_of((have_heads ? w.blocks : ceil_div(w.blocks, parts)) * heads);
   if (have_heads && w.has_turns) part += part / 16;  // waits for turns
   const int64_t units = w.units(split, parts);
   const int64_t bytes = units * TileParts::bytes_of_part(w.tile);
-  const int64_t sum = split > 0 ? kSumTime + bytes / kSumBytes : 0;
+  int64_t extra = w.causal ? w.tile.causal_time : 0;
+  if (split > 0) extra += kSumTime + bytes / kSumBytes;
   if (w.causal) {
     const int64_t twice = w.group + (have_heads ? parts * heads : w.group);
     const int64_t first = w.time_of(w.longest, parts, twice) * (100 + drift(w, heads)) / 100;
-    if (!w.packed) return std::max(part, first) + sum;
+    if (!w.packed) return std::max(part, first) + extra;
     const int64_t each = w.time_of(w.other, parts, twice) * (100 + drift(w, heads)) / 100;
     const bool descend =
         w.has_turns && !has_turns_both_ways(w.longest.tiles * w.heads * parts, w.slots);
     const int64_t start = descend ? std::max(first - part / 2, int64_t{0}) : 0;
     const int64_t rest = w.others > 0 ? w.time_of(w.other.blocks * heads) - each : 0;
     const int64_t late = std::max(rest, int64_t{0}) * (w.listed && !w.has_turns ? 2 : 3) / 4;
-    return std::max(start + part, first + w.others * each + late) + sum;
+    return std::max(start + part, first + w.others * each + late) + extra;
   }
   if (w.packed) {
-    return std::max(part, ceil_div(units, w.slots) * w.time_of(w.average * heads)) + sum;
+    return std::max(part, ceil_div(units, w.slots) * w.time_of(w.average * heads)) + extra;
   }
   return ceil_div(w.tiles - split, w.slots) * w.time_of(w.blocks * w.group) +
-         ceil_div(units, w.slots) * part + sum;
+         ceil_div(units, w.slots) * part + extra;
 }
 
 // The parts with which the call takes the least time: of tiles that are alike, of the last wave,

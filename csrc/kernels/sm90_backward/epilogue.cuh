@@ -9,28 +9,22 @@
 
 namespace attnscope::sm90 {
 
-// Puts `factor` times 16 columns of a warp's 16 rows into shared memory, which has rows of 64
-// columns, swizzled in chunks of 8. `chunk`: the first of two, even.
+// Puts `factor` times a warp's 16 rows of 64 columns into 2 KB of shared memory, swizzled in chunks
+// of 8 columns.
 template <class Element>
-__device__ __forceinline__ void stage_columns(const float* x, float factor, uint32_t shared,
-                                              int chunk) {
+__device__ __forceinline__ void stage_rows(const float* x, float factor, uint32_t shared) {
   const int lane = threadIdx.x % 32;
   // A lane writes row lane % 16 and chunk lane / 16 of a pair.
   const uint32_t write = shared + lane % 16 * 128 + ((lane / 16 ^ lane % 8) * 16);
-  uint32_t words[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    words[i] = ptx::pack<Element>(x[2 * i] * factor, x[2 * i + 1] * factor);
-  }
-  ptx::stmatrix_x4(write ^ chunk * 16, words);
-}
-
-// Puts all 64 columns there, 2 KB.
-template <class Element>
-__device__ __forceinline__ void stage_rows(const float* x, float factor, uint32_t shared) {
 #pragma unroll
   for (int chunk = 0; chunk < 8; chunk += 2) {
-    stage_columns<Element>(x + 4 * chunk, factor, shared, chunk);
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* pair = x + 4 * chunk + 2 * i;
+      words[i] = ptx::pack<Element>(pair[0] * factor, pair[1] * factor);
+    }
+    ptx::stmatrix_x4(write ^ chunk * 16, words);
   }
 }
 

@@ -15,10 +15,16 @@ struct Part {
   int begin, end;  // blocks of queries
 };
 
-// Part number `part` of the blocks [begin, end). Some are empty if there are few blocks.
+// How many parts of the blocks [begin, end), of which there are some, have blocks: the first ones.
+__device__ __forceinline__ int part_count(const BackwardArguments& a, int begin, int end) {
+  return a.parts_have_heads ? a.parts.divisor : min(a.parts.divisor, end - begin);
+}
+
+// Part number `part` of the blocks [begin, end).
 __device__ __forceinline__ Part part_of(const BackwardArguments& a, int begin, int end, int part) {
   if (a.parts_have_heads) return {begin, end};
   const int blocks = max(end - begin, 0);
+  if (blocks < a.parts.divisor) return {min(begin + part, end), min(begin + part + 1, end)};
   const auto cut = [&](int number) { return begin + blocks * number / a.parts; };
   return {cut(part), cut(part + 1)};
 }

@@ -55,7 +55,8 @@ __device__ __forceinline__ void store_transposed_query_block(const BackwardArgum
 }
 
 template <class Config>
-__global__ void __launch_bounds__(128 * Config::kGradientParts)
+__global__ void __launch_bounds__(128 * Config::kGradientParts,
+                                  kLeastBlocks<Config, 4 * Config::kGradientParts>)
     backward_postprocess_kernel(const __grid_constant__ BackwardArguments a) {
   constexpr int kWarps = 4 * Config::kGradientParts;
   static_assert(Config::kGradientFloats >= kWarps * 1024, "2 KB for each warp");
@@ -63,12 +64,14 @@ __global__ void __launch_bounds__(128 * Config::kGradientParts)
   const uint32_t shared = ptx::shared_address(staging);
   const uint32_t own_staging = shared + ptx::thread() / 32 * 2048;
   ptx::await_kernel_before();
-  const int place = blockIdx.x, head = place / a.all_queries;
-  if (Config::kParts && head >= a.params.forward.heads_q) {
-    sum_parts<Config, Config, kWarps>(a, place - a.params.forward.heads_q * a.query_blocks,
-                                      own_staging);
+  // The first thread blocks sum parts: they take the longest.
+  const int sums = Config::kParts ? gridDim.x - a.params.forward.heads_q * a.query_blocks : 0;
+  const int place = blockIdx.x - sums;
+  if (Config::kParts && place < 0) {
+    sum_parts<Config, Config, kWarps>(a, blockIdx.x, own_staging);
     return;
   }
+  const int head = place / a.all_queries;
   const RowBlock b = query_block<Config>(a, place - head * a.all_queries.divisor);
   if (b.rows <= 0) return;  // packed: nobody has written a dQ
   const auto is_seen = [&] { return a.claims == nullptr || a.claims[place] != 0; };  // by a key

@@ -11,6 +11,12 @@ namespace attnscope::sm90 {
 template <class Config, int kWarps>
 inline constexpr int kSumBlocks = Config::kTile.block_n / 16 * Config::kColumnBlocks * 2 / kWarps;
 
+// Least thread blocks an SM of a postprocess of `kWarps` warps that sums: so few that the compiler
+// has registers to issue all loads of a piece before the first addition. With 64 registers the
+// postprocess takes 1.1 to 1.25 times as long.
+template <class Config, int kWarps>
+inline constexpr int kLeastBlocks = Config::kParts ? 16 / kWarps : 0;
+
 // Describes tile number `split` of those with parts. Warp-converged.
 template <class Config>
 __device__ __forceinline__ void describe_split(const BackwardArguments& a, int split, KeyTile& t) {
@@ -21,7 +27,7 @@ __device__ __forceinline__ void describe_split(const BackwardArguments& a, int s
 }
 
 // Stores dV or dK of a piece of a tile with parts, for each warp, by way of 2 KB of shared memory.
-// `block`: of those that sum. 16 columns at a time take few registers: dq needs many threads an SM.
+// `block`: of those that sum.
 template <class Config, class TileConfig, int kWarps>
 __device__ __forceinline__ void sum_parts(const BackwardArguments& a, int block, uint32_t staging) {
   using Element = typename Config::Element;
@@ -36,21 +42,17 @@ __device__ __forceinline__ void sum_parts(const BackwardArguments& a, int block,
   const int row = piece / kColumnBlocks % kGroups * 16, number = piece / kPieces;
   if (t.begin >= t.end || row >= t.rows) return;
   const KeyGradient gradient = number == 0 ? value_gradient(a) : key_gradient(a);
+  const float4* from = first_piece<Config>(a, split, 0, number, row) + column * 256;
+  const int parts = part_count(a, t.begin, t.end);
+  float x[32] = {};
 #pragma unroll 1
-  for (int group = 0; group < 8; group += 2) {  // of 8 columns
-    float x[8] = {};
-#pragma unroll 1
-    for (int index = 0; index < a.parts.divisor; ++index) {
-      const Part part = part_of(a, t.begin, t.end, index);
-      if (part.begin >= part.end) continue;
-      const float4* const from =
-          first_piece<Config>(a, split, index, number, row) + column * 256 + group * 32;
-      const float4 left = __ldcg(from), right = __ldcg(from + 32);
-      x[0] += left.x, x[1] += left.y, x[2] += left.z, x[3] += left.w;
-      x[4] += right.x, x[5] += right.y, x[6] += right.z, x[7] += right.w;
-    }
-    stage_columns<Element>(x, gradient.factor, staging, group);
+  for (int i = 0; i < parts; ++i, from += 2 * kPieces * 256) {
+    float part[32];
+    load_query_part(part, from);
+#pragma unroll
+    for (int j = 0; j < 32; ++j) x[j] += part[j];
   }
+  stage_rows<Element>(x, gradient.factor, staging);
   __syncwarp();
   copy_rows(ptx::lane(), staging, row_of<Element>(gradient, t, row) + column * 64,
             gradient.stride.row, t.rows - row, gradient.columns - column * 64);

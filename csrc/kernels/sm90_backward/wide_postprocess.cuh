@@ -12,17 +12,20 @@ namespace attnscope::sm90 {
 inline constexpr int kWidePostprocessThreads = 128;
 
 template <class Config>
-__global__ void __launch_bounds__(kWidePostprocessThreads)
+__global__ void __launch_bounds__(kWidePostprocessThreads, kLeastBlocks<Config, 4>)
     wide_postprocess_kernel(const __grid_constant__ BackwardArguments a) {
   using Element = typename Config::Element;
   __shared__ alignas(128) Element staging[4][16 * 64];
   ptx::await_kernel_before();
-  const int place = blockIdx.x, head = place / a.all_queries;
-  if (Config::kParts && head >= a.params.forward.heads_q) {
-    sum_parts<Config, WideTileConfig<true>, 4>(a, place - a.params.forward.heads_q * a.query_blocks,
+  // The first thread blocks sum parts: they take the longest.
+  const int sums = Config::kParts ? gridDim.x - a.params.forward.heads_q * a.query_blocks : 0;
+  const int place = blockIdx.x - sums;
+  if (Config::kParts && place < 0) {
+    sum_parts<Config, WideTileConfig<true>, 4>(a, blockIdx.x,
                                                ptx::shared_address(staging[threadIdx.x / 32]));
     return;
   }
+  const int head = place / a.all_queries;
   const RowBlock b = query_block<Config>(a, place - head * a.all_queries.divisor);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp * 16;
   if (row >= b.rows) return;

@@ -28,6 +28,7 @@ COLUMNS = {
     "long_queries": "serves only calls with as many queries, causal with four times as many",
     "step_time": "time of a step, in tenths of a microsecond; the tile of the least time serves",
     "tile_time": "time of the start and end of a tile, in tenths of a microsecond",
+    "causal_time": "time that a causal mask adds to a call, in tenths of a microsecond",
     "serves_softcap": "serves calls with a softcap; if not, the next row does",
     "groups_heads": "serves calls whose heads of a group share a tile",
     "grouped_only": "serves no other calls",

@@ -66,11 +66,11 @@ def all_cases(mode: str = "forward") -> Iterator[Case]:
         yield case(2, 2048, 1100, 20, 10)
         yield case(1, 2100, 700, 4, 2, 96, "float16")
         yield case(1, 8192, 1300, 2, 1, causal=True)
-        # Blocks of 128 queries: the last one not full, and more tiles than SMs.
-        for name in ("full", "causal"):
-            yield case(2, 640, 400, 10, 10, 64, **MASKS[name])
+        # Blocks of 128 queries: the last one not full, more tiles than SMs, and parts.
+        yield case(2, 640, 400, 10, 10, 64)
         yield case(8, 129, 200, 12, 3, 64)
-        yield case(5, 640, 257, 10, 10, 64, causal=True)
+        yield case(3, 1345, 2690, 12, 3, 64, causal=True)
+        yield case(1, 1000, 1000, 16, 4, 64)
         # More causal tiles than fit the SMs at once: turns ascend in every other section of heads.
         yield case(2, 1100, 1100, 30, 30, 64, causal=True)
         yield case(1, 4200, 4200, 5, 5, causal=True)
