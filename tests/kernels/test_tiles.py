@@ -236,7 +236,8 @@ static_assert(keys(64, 160, 32) == 192 && keys(64, 128, 32) == 128, "a head in o
 static_assert(keys(64, 197, 1000) == 128, "two tiles a head, of 192 keys with a third empty");
 static_assert(keys(64, 517, 32) == 192 && keys(64, 517, 32, 160) == 128, "160 tiles of 128 keys");
 static_assert(keys(128, 100, 1) == 128 && keys(256, 100, 1) == 128, "no row is alike");
-static_assert(tile(64, 2048, 32).block_m == 128, "four waves of 128 queries, or three of 192 keys");
+static_assert(tile(64, 1024, 12).block_m == 128, "one wave either way, of half as many steps");
+static_assert(tile(64, 2048, 32).block_n == 192, "three waves, or four of 128 keys");
 static_assert(tile(64, 1024, 32).block_m == 128 && tile(64, 192, 32).block_m == 64);
 static_assert(tile(64, 100, 32).block_m == 64, "a head in one tile is taken whole");
 static_assert(tile(64, 2048, 12, 132, true).block_n == 128, "the longest of 132 tiles of 192 keys");

@@ -113,8 +113,8 @@ def gradients() -> Iterator[Case]:
     for mask in MASKS.values():  # tiles of 192 keys
         yield case(6, 65, 150, 20, 20, 64, **mask)
         yield case(heads_q=40, heads_kv=40, head_dim=64, seqlens=SEGMENTS, **mask)
-    for name in ("full", "band"):  # blocks of 128 queries
-        yield case(2, 640, 400, 10, 10, 64, **MASKS[name])
+    for name in ("full", "left"):  # blocks of 128 queries
+        yield case(2, 500, 500, 30, 15, 64, **MASKS[name])
     yield case(8, 129, 200, 12, 3, 64)
     for heads, head_dim in ((15, 64), (10, 128)):  # a dQ that is not zeroed before
         yield case(10, 65, 200, heads, heads, head_dim)
@@ -129,7 +129,7 @@ def turns() -> Iterator[Case]:
         yield case(8, 130, 400, 10, 10, head_dim, causal=True)
     yield case(1, 200, 700, 4, 2, 64, causal=True, softcap=20.0)
     yield case(1, 2050, 300, 2, 1)  # blocks of 80 queries
-    yield case(2, 640, 400, 10, 10, 64)  # blocks of 128 queries
+    yield case(2, 500, 500, 30, 15, 64)  # blocks of 128 queries
     lengths = ((200, 1300), (65, 130), (1, 9))  # turns that ascend
     for head_dim in (64, 128, 256):
         yield case(heads_q=10, heads_kv=10, head_dim=head_dim, seqlens=lengths, causal=True)

@@ -66,8 +66,8 @@ inline constexpr int kWideRanks = 2;
 constexpr BackwardTile kBackwardTiles[] = {
     {64, 64, 192, 3, false, 0, 18, 80, 0,
      "three consumers hide each other's latencies; 160 registers each"},
-    {64, 64, 128, 3, false, 0, 13, 80, 0, "few tiles"},
-    {64, 128, 128, 2, false, 0, 25, 80, 50, "few tiles of many steps: half as many"},
+    {64, 64, 128, 3, false, 0, 14, 80, 0, "few tiles"},
+    {64, 128, 128, 2, false, 0, 25, 95, 50, "few tiles of many steps: half as many"},
     {128, 80, 128, 2, false, 1024, 25, 80, 0,
      "1.00 to 1.05 of the speed of 64 rows: fewer waits a query"},
     {128, 64, 128, 2, true, 0, 20, 80, 0,
@@ -234,6 +234,7 @@ constexpr int64_t drift(const TileWork& w, int64_t heads) {
 // - The longest tile of the last sequence ends later than its other ones.
 constexpr int64_t call_time(const TileWork& w, bool have_heads, int64_t split, int64_t parts) {
   constexpr int64_t kSumTime = 5, kSumBytes = 350000;  // of the sum of parts: 0.5 us, 3.5 TB/s
+  constexpr int64_t kLookTime = 3;                     // a whole tile, where others have parts
   const int64_t heads = have_heads ? ceil_div(w.group, parts) : w.group;
   int64_t part = w.time_of((have_heads ? w.blocks : ceil_div(w.blocks, parts)) * heads);
   if (have_heads && w.has_turns) part += part / 16;  // waits for turns
@@ -256,7 +257,8 @@ constexpr int64_t call_time(const TileWork& w, bool have_heads, int64_t split, i
   if (w.packed) {
     return std::max(part, ceil_div(units, w.slots) * w.time_of(w.average * heads)) + extra;
   }
-  return ceil_div(w.tiles - split, w.slots) * w.time_of(w.blocks * w.group) +
+  const int64_t look = split > 0 ? kLookTime : 0;
+  return ceil_div(w.tiles - split, w.slots) * (w.time_of(w.blocks * w.group) + look) +
          ceil_div(units, w.slots) * part + extra;
 }
 

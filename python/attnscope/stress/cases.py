@@ -67,7 +67,7 @@ def all_cases(mode: str = "forward") -> Iterator[Case]:
         yield case(1, 2100, 700, 4, 2, 96, "float16")
         yield case(1, 8192, 1300, 2, 1, causal=True)
         # Blocks of 128 queries: the last one not full, more tiles than SMs, and parts.
-        yield case(2, 640, 400, 10, 10, 64)
+        yield case(2, 500, 500, 30, 15, 64)
         yield case(8, 129, 200, 12, 3, 64)
         yield case(3, 1345, 2690, 12, 3, 64, causal=True)
         yield case(1, 1000, 1000, 16, 4, 64)
