@@ -21,7 +21,7 @@ struct BackwardTile {
                      // the longest sequence), four times as many if later keys are hidden; 0: all
   int step_time;     // on an H200, in tenths of a microsecond, see split_tiles: of a step
   int tile_time;     // of a tile's start and end
-  int causal_time;   // that a causal call adds: its masks are code to be loaded
+  int causal_time;   // that a causal call adds, by conjecture to load the code of its masks
   const char* reason;
 
   // Head dims that wide.cuh serves, by clusters of thread blocks.

@@ -288,8 +288,7 @@ class BackwardConsumer {
     end_seen = ptx::uniform(tile->consumer[consumer].end);
     full_begin = ptx::uniform(tile->consumer[consumer].full_begin);
     full_end = ptx::uniform(tile->consumer[consumer].full_end);
-    order = {ptx::uniform(tile->begin), ptx::uniform(tile->end), ptx::uniform(tile->start),
-             ptx::uniform(tile->end_forward - first_head<Config>(a, *tile))};
+    order = uniform_block_order<Config>(a, *tile);
     const int seqlen_q = ptx::uniform(tile->seqlen_q);
     ragged_block = a.packed && seqlen_q % kBlockM != 0 ? seqlen_q / kBlockM : -1;
     last += (order.end - order.begin) * uniform_head_count<Config>(a, *tile);

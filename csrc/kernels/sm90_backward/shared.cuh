@@ -234,6 +234,20 @@ __device__ __forceinline__ int uniform_head_count(const BackwardArguments& a, co
   return Config::kParts ? ptx::uniform(heads) : heads;
 }
 
+// The blocks of tile `t`.
+template <class Config>
+__device__ __forceinline__ BlockOrder block_order(const BackwardArguments& a, const KeyTile& t) {
+  return {t.begin, t.end, t.start, t.end_forward - first_head<Config>(a, t)};
+}
+
+// The same on the uniform datapath. Warp-converged.
+template <class Config>
+__device__ __forceinline__ BlockOrder uniform_block_order(const BackwardArguments& a,
+                                                          const KeyTile& t) {
+  return {ptx::uniform(t.begin), ptx::uniform(t.end), ptx::uniform(t.start),
+          ptx::uniform(t.end_forward - first_head<Config>(a, t))};
+}
+
 // The place of the first block of queries of tile `t`'s sequence, in its first head.
 template <class Config>
 __device__ __forceinline__ int first_place(const BackwardArguments& a, const KeyTile& t) {

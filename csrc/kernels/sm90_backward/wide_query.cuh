@@ -185,7 +185,7 @@ __device__ __forceinline__ void await_turns(const BackwardArguments& a, WideShar
   ptx::await_kernel_before();
   for_each_tile(s, [&](const KeyTile& t, uint64_t&) {
     // Read before the last turn of the tile has come: then the description may change.
-    BlockOrder order(t.begin, t.end, t.start, t.end_forward - first_head<Config>(a, t));
+    BlockOrder order = block_order<Config>(a, t);
     const int heads = head_count<Config>(a, t), blocks = t.end - t.begin;
     int place = first_place<Config>(a, t);
 #pragma unroll 1
@@ -206,7 +206,7 @@ template <class Config>
 __device__ __forceinline__ void pass_turns(const BackwardArguments& a, WideShared<Config>& s) {
   int turns = 0;
   for_each_tile(s, [&](const KeyTile& t, uint64_t& empty) {
-    BlockOrder order(t.begin, t.end, t.start, t.end_forward - first_head<Config>(a, t));
+    BlockOrder order = block_order<Config>(a, t);
     int* ticket = a.tickets + first_place<Config>(a, t);
     const int heads = head_count<Config>(a, t), blocks = t.end - t.begin;
     ptx::mbarrier_arrive(ptx::shared_address(&empty));

@@ -154,8 +154,7 @@ class WideRole {
   __device__ __forceinline__ bool take_tile() {
     wait(s.tile_full[tiles & 1], tiles >> 1 & 1);
     const KeyTile& t = tile();
-    order = {ptx::uniform(t.begin), ptx::uniform(t.end), ptx::uniform(t.start),
-             ptx::uniform(t.end_forward - first_head<Config>(a, t))};
+    order = uniform_block_order<Config>(a, t);
     full_begin = ptx::uniform(t.consumer[rank].full_begin);
     full_end = ptx::uniform(t.consumer[rank].full_end);
     steps = (order.end - order.begin) * uniform_head_count<Config>(a, t);
