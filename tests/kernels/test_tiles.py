@@ -241,6 +241,7 @@ static_assert(tile(64, 2048, 32).block_n == 192, "three waves, or four of 128 ke
 static_assert(tile(64, 1024, 32).block_m == 128 && tile(64, 192, 32).block_m == 64);
 static_assert(tile(64, 100, 32).block_m == 64, "a head in one tile is taken whole");
 static_assert(tile(64, 2048, 12, 132, true).block_n == 128, "the longest of 132 tiles of 192 keys");
+static_assert(tile(64, 2048, 12, 132, true).block_m == 64, "masks of 128 queries are more code");
 static_assert(tile(64, 8192, 12, 132, true).block_n == 192, "all tiles take longer than one");
 // Heads of a section on 132 SMs, where the Q, dO and dQ of `most` heads fit in L2.
 constexpr int section(int heads, int blocks, bool has_turns = false, int most = 8) {
